@@ -46,7 +46,7 @@ class Taken:
     """The rows of a dataset that a run takes; all of them without a share and a number."""
 
     share: float | None = None
-    """Share of the dataset that is read, at evenly spaced places."""
+    """Share of the dataset that is read, at places spread evenly over it."""
     first: int | None = None
     """The number of first rows, for a run that takes rows in their own order."""
 
@@ -66,7 +66,7 @@ class Taken:
         if self.first is not None:
             return f"Rows taken: the first {self.first:,} of {dataset}"
         return (
-            f"Rows taken: {self.share:.2%} of {dataset}, from {NUM_PLACES:,} evenly spaced places"
+            f"Rows taken: {self.share:.2%} of {dataset}, from {NUM_PLACES:,} places spread over it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of a large source at evenly spaced places, so that the others need not be read."""
+"""Rows of a large source at places spread over it, so that the others need not be read."""
 
 import dataclasses
 import hashlib
@@ -26,25 +26,45 @@ _BYTES_COUNTED = 2**22
 _ROWS_COUNTED = 2000
 # A line with a row has two bytes at least.
 _SHORTEST = 2
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def spread(num_places: int) -> list[float]:
+    """Where ranges begin in equal sections, from 0, the section's beginning, to 1, its end.
+
+    Multiples of the golden ratio fill sections evenly. Rows may come in turns, and ranges at equal
+    distances would meet the same turn each time.
+    """
+    return [place * _GOLDEN % 1 for place in range(num_places)]
 
 
 def ranges_at_places(
     parts: Sequence[Part],
     share: float,
-    num_places: int,
+    places: Sequence[float],
     bounds: tuple[float, float] = (0.0, 1.0),
 ) -> list[Ranges]:
-    """The ranges of each part that are read at evenly spaced places of all parts together.
+    """The ranges of each part that are read at places of all parts together.
 
     Args:
         share: of the content that is read.
+        places: where the range begins in each of equal sections of the content, as of `spread`. At
+            the end of the section it goes on at the beginning, so that each row is as likely as
+            another.
         bounds: where the content begins and ends that counts, as shares of all of it.
     """
     size = sum(part.size for part in parts)
     first, last = (bound * size for bound in bounds)
-    distance = (last - first) / num_places
-    starts = [first + place * distance for place in range(num_places)]
-    blocks = [(start, start + share * distance) for start in starts]
+    distance = (last - first) / len(places)
+    blocks: list[tuple[float, float]] = []
+    for section, place in enumerate(places):
+        start = first + (section + place) * distance
+        stop = start + share * distance
+        if place + share > 1:
+            # As computed for the next section, too: ranges that overlap would repeat a row.
+            blocks.append((first + section * distance, min(start, stop - distance)))
+            stop = first + (section + 1) * distance
+        blocks.append((start, stop))
     of_parts: list[Ranges] = []
     before = 0
     for part in parts:
@@ -88,7 +108,7 @@ def about_rows(source: Source, least: int) -> int:
         return most
     share = min(1.0, _BYTES_COUNTED / size)
     while True:
-        ranges = ranges_at_places(lines, share, _PLACES_COUNTED)
+        ranges = ranges_at_places(lines, share, spread(_PLACES_COUNTED))
         count = sum(map(_count, lines, ranges))
         if count >= _ROWS_COUNTED or share == 1.0:
             return known + round(count / share)
@@ -101,7 +121,7 @@ def _count(part: Part, ranges: Ranges) -> int:
 
 
 def at_places(source: Source, share: float) -> Source:
-    """A share of the rows of a source: those that begin in ranges at evenly spaced places.
+    """A share of the rows of a source: those that begin in ranges spread evenly over it.
 
     Each row is as likely to be among them as another. The same ones each time.
 
@@ -113,7 +133,7 @@ def at_places(source: Source, share: float) -> Source:
         content = json.dumps([source.fingerprint(), "places", NUM_PLACES, share])
         return hashlib.sha256(content.encode()).hexdigest()
 
-    of_parts = ranges_at_places(source.parts, share, NUM_PLACES)
+    of_parts = ranges_at_places(source.parts, share, spread(NUM_PLACES))
     parts = [
         _ChosenRows(part, ranges).part()
         for part, ranges in zip(source.parts, of_parts, strict=True)

@@ -156,7 +156,7 @@ class _Blocks:
             bounds: where the content begins and ends that counts, as shares of all of it.
             share: of this content that is read.
         """
-        of_parts = ranges_at_places(self._parts, share, NUM_BLOCKS, bounds)
+        of_parts = ranges_at_places(self._parts, share, [0.0] * NUM_BLOCKS, bounds)
         before = 0
         for index, (part, ranges) in enumerate(zip(self._parts, of_parts, strict=True)):
             if ranges:
