@@ -139,7 +139,8 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     model = LearningModel(config.model_name, folder, tokenizer)
     picked = pick_data(config, tools=setup.tools)
-    data_size = Machine.of(config, ranks).data_size(config.context_size)
+    # Ranks that cannot be divided so are refused where they train.
+    data_size = max(1, Machine.of(config, ranks).world_size // config.context_size)
     data = read_rows(
         tokenizer,
         options_for(picked, model, keeps_template=decisions.fills_template),

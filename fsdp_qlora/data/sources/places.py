@@ -19,11 +19,12 @@ from fsdp_qlora.data.sources.source import Source
 
 # The rows of a run: a part of a dataset that is a thousandth of it is met once.
 NUM_PLACES = 1000
-# Where lines are counted: at so many places, in so many bytes together, or in more where these have
-# fewer rows.
+# Lines are counted at so many places, in so many bytes together; in more, up to a limit, where these
+# have fewer rows.
 _PLACES_COUNTED = 100
 _BYTES_COUNTED = 2**22
 _ROWS_COUNTED = 2000
+_MOST_COUNTED = 2**28
 # A line with a row has two bytes at least.
 _SHORTEST = 2
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -110,7 +111,7 @@ def about_rows(source: Source, least: int) -> int:
     while True:
         ranges = ranges_at_places(lines, share, spread(_PLACES_COUNTED))
         count = sum(map(_count, lines, ranges))
-        if count >= _ROWS_COUNTED or share == 1.0:
+        if count >= _ROWS_COUNTED or share == 1.0 or share * size > _MOST_COUNTED:
             return known + round(count / share)
         share = min(1.0, 4 * share)
 
