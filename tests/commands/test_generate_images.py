@@ -1,5 +1,6 @@
-"""`generate` answers prompts with images as transformers does."""
+"""`generate` answers prompts with images as transformers does, and evaluations as `generate`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.data.text.image_processor import ImageProcessor
+from tests.commands.test_evaluate import measured
 from tests.commands.test_generate import LENGTH, generate
+from tests.helpers.metrics import read_metrics
 from tests.helpers.rows import read_rows, write_rows
-from tests.helpers.run import flags
+from tests.helpers.run import flags, train_ok
 from tests.parity.test_image_rows import FAMILIES, make_family
 from tests.parity.test_images import make_chats, picture
 
@@ -136,3 +139,60 @@ def test_a_prompt_with_a_bad_image_is_named_before_weights_are_read(
     assert main(["generate", *argv, "--nproc_per_node", "1"]) == 2
     said = capsys.readouterr().err
     assert f"{asked}:2" in said and reason in said
+
+
+NOTE = """
+import json, pathlib
+def noted(prompts, completions, **_):
+    said = [each[-1]["content"] if isinstance(each, list) else each for each in completions]
+    with open(pathlib.Path(__file__).with_suffix(".jsonl"), "a") as file:
+        file.write(json.dumps(said) + "\\n")
+    return [float(len(text)) for text in said]
+"""
+
+
+def test_evaluations_answer_images_as_generate_does_afterwards(base, tmp_path):
+    rows = make_chats(base)[0]
+    # One rank has images, and the other one none.
+    held_out = write_rows(base / "held_out.jsonl", [rows[6], rows[7], rows[2]])
+    samples = write_rows(base / "samples.jsonl", [row for row, *_ in PROMPTS[:2]])
+    (tmp_path / "own.py").write_text(NOTE)
+    scores = {"eval_rewards": f"{tmp_path / 'own.py'}:noted", "max_completion_length": 8}
+    options = {**OPTIONS, "model_name": base, "lora_rank": 4, "batch_size": 1, **scores}
+    out = tmp_path / "run"
+    train_ok(
+        2,
+        out,
+        dataset=write_rows(base / "rows.jsonl", rows),
+        eval_dataset=held_out,
+        sample_prompts=samples,
+        max_steps=1,
+        **options,
+    )
+    own = {"precision": "fp32", "adapter": out}
+    said = tmp_path / "said.jsonl"
+    generate(2, tmp_path / "again", prompts=samples, out=said, max_new_tokens=128, **own)
+    texts = [row["completion"] for row in read_rows(said)]
+    assert [row["text"] for row in read_rows(out / "samples.jsonl")][-2:] == texts
+    said = tmp_path / "of_held_out.jsonl"
+    generate(1, tmp_path / "held_out", prompts=held_out, out=said, max_new_tokens=8, **own)
+    texts = [row["completion"] for row in read_rows(said)]
+    assert json.loads((tmp_path / "own.jsonl").read_text().splitlines()[-1]) == texts
+    found = measured(2, tmp_path / "measured", "--dataset", str(held_out), **scores, adapter=out)
+    loss = read_metrics(out, "eval_loss")[-1]
+    reward = read_metrics(out, "eval_reward")[-1]
+    [result] = found.values()
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["reward"] == pytest.approx(reward)
+
+
+def test_a_model_of_text_refuses_images_before_weights_are_read(models, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    for path in models().iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / "model" / path.name).symlink_to(path)
+    argv = flags(model_name=tmp_path / "model", prompt="so", image=tmp_path / "a.png", **OPTIONS)
+    assert main(["generate", *argv, "--nproc_per_node", "1"]) == 2
+    assert "--prompt: the prompt cannot be used: it shows images, and the model takes text" in (
+        capsys.readouterr().err
+    )

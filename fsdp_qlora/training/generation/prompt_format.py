@@ -76,6 +76,7 @@ class PromptFormat:
         image_processor: ImageProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._takes_images = image_processor is not None
         self._kind = record["kind"]
         self._worker = TemplateWorker()
         self.keeps_history = self._kind == CHAT
@@ -102,12 +103,14 @@ class PromptFormat:
                 the conversation.
         """
         try:
+            if _shows_images(content) and not self._takes_images:
+                raise BadRow("it shows images, and the model takes text alone")
             rendered = self._renderer.prompt(_of_kind(content, self._kind))
             images = RowImages.of_one_row(rendered.images, rendered.image_values)
             return EncodedPrompt(encode_prompt(rendered, self._tokenizer), images)
         except BadRow as reason:
-            where = f"{origin}: " if origin else ""
-            raise UserError(f"{where}The prompt cannot be used: {reason}.") from reason
+            where = f"{origin}: the" if origin else "The"
+            raise UserError(f"{where} prompt cannot be used: {reason}.") from reason
 
     def close(self) -> None:
         """End the process that fills chat templates; the next prompt starts it again."""
