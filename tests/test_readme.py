@@ -42,7 +42,7 @@ OTHER_FLAGS = {
     *("folder", "host", "port", "api_key", "max_models"),  # serve
     *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
-    *("out", "format", "expansion_rate", "best", "for", "version", "json"),  # our commands
+    *("out", "format", "expansion_rate", "best", "for", "version", "json", "image"),  # our commands
     *(
         "gpu",
         "gpu_memory_gib",
