@@ -9,6 +9,7 @@ from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.model.quantizers.decoded_once import decoded_bytes
 from fsdp_qlora.planning.fit import with_margin, without_margin
 from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.image_memory import image_bytes
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.speed import seconds_per_pass
 from fsdp_qlora.training.generation.model_cache import LENGTH_MULTIPLE
@@ -19,6 +20,17 @@ _LEAST_ON_CPU = GIB  # bytes for the completions of a rank on a CPU, whose steps
 _GROWING = 3
 # of a completion's logits in float32 while a token is drawn: logits, probabilities, noise, ratio
 _COPIES = 4
+
+
+class AnswerSize(NamedTuple):
+    """The size of an answer with its prompt, at most."""
+
+    longest: int
+    """Tokens of both."""
+    most_new: int
+    """Tokens of the answer."""
+    image_values: int = 0
+    """The number of values that the processor makes of the prompt's images."""
 
 
 class Generation(NamedTuple):
@@ -74,8 +86,7 @@ class Generation(NamedTuple):
 def plan_generation(
     placed: PlacedModel,
     num_answers: int,
-    longest: int,
-    most_new: int,
+    size: AnswerSize,
     free: int | None,
     gpu: Gpu | None = None,
     *,
@@ -87,7 +98,7 @@ def plan_generation(
 
     Args:
         num_answers: of a step on all ranks.
-        longest: tokens of a prompt with its answer, of which `most_new` are the answer's at most.
+        size: of each.
         free: bytes of the GPU that has least; without it they get what a step needs. Weights stay
             gathered if they fit beside as many as a step has room for.
         gpu: for the time.
@@ -97,16 +108,18 @@ def plan_generation(
     memory = placed.memory
     itemsize = model.precision.compute_dtype.itemsize
     # A cache has room for further tokens (training/generation/model_cache.py).
-    longest = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    least_new = 1 if has_turns else most_new
+    longest = -(-size.longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    least_new = 1 if has_turns else size.most_new
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, least_new, itemsize)
+    answer_bytes += _bytes_of_images(placed, size.image_values)
     per_rank = -(-num_answers // model.machine.world_size)
-    room = _room(placed)
+    towers = _bytes_of_towers(placed) if size.image_values else 0
+    room = _room(placed) - towers
     at_a_time = min(per_rank, max(1, room // answer_bytes))
-    gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes, free)
+    gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes + towers, free)
     beside_gathered = room - gathered
     if free is not None:
-        beside = sum(memory.resident.values()) + memory.overhead + gathered
+        beside = sum(memory.resident.values()) + memory.overhead + gathered + towers
         beside_gathered = max(beside_gathered, without_margin(free) - beside)
         room = max(room, beside_gathered)
         at_a_time = min(per_rank, max(1, room // answer_bytes))
@@ -121,7 +134,7 @@ def plan_generation(
         per_token = seconds_per_pass(
             placed, gpu, at_a_time, gathered=gathered > 0, is_decoded=decoded > 0
         )
-        seconds = rounds * most_new * per_token
+        seconds = rounds * size.most_new * per_token
     return Generation(at_a_time, per_rank, cache, gathered, decoded, stays, seconds)
 
 
@@ -145,11 +158,32 @@ def _room(placed: PlacedModel) -> int:
     return room
 
 
+def _bytes_of_images(placed: PlacedModel, num_values: int) -> int:
+    """Bytes for a prompt's images in the pass over prompts, at most.
+
+    Answers to one prompt share them, which is not counted.
+    """
+    if not num_values:
+        return 0
+    towers = placed.model.meta.parts.towers.values()
+    images = image_bytes(towers, num_values, keeps_inputs_only=True)
+    return images.pixels + images.at_work
+
+
+def _bytes_of_towers(placed: PlacedModel) -> int:
+    """Bytes of the weights for images that the pass over prompts gathers."""
+    if placed.layout.num_shards == 1:
+        return 0
+    parts = placed.model.meta.parts
+    counts = [count_bytes(parts.kinds(tower), 1) for tower in parts.towers.values()]
+    return sum(count.total for each in counts for count in each.values())
+
+
 def _bytes_kept_gathered(placed: PlacedModel, cache: int, free: int | None) -> int:
     """Bytes of the blocks' weights that stay gathered; 0 if they need not, or do not fit.
 
     Args:
-        cache: bytes of as many answers as a step has room for.
+        cache: bytes of as many answers as a step has room for, and of what they need besides.
         free: as for `plan_generation`.
     """
     layout = placed.layout

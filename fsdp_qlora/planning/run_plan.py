@@ -19,7 +19,7 @@ from fsdp_qlora.distributed.device import shares_host_memory
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.planning.chosen_settings import choose_settings
-from fsdp_qlora.planning.generation import Generation, plan_generation
+from fsdp_qlora.planning.generation import AnswerSize, Generation, plan_generation
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.long_attention import keeping_attention_here
 from fsdp_qlora.planning.placement import PlacedModel, least_free, place
@@ -113,7 +113,10 @@ def plan_own_generation(
     # The free memory of all ranks is compared, so that they answer in the same rounds.
     free = least_free(placed.model.machine, "the memory for generation", store)
     num_answers = schedule.global_batch_size
-    return _plan_answers(config, placed, num_answers, int(data.lengths.max()), free)
+    longest = int(data.lengths.max())
+    values = int(data.known_rows.images.num_values.max(initial=0))
+    size = AnswerSize(longest, config.max_completion_length, values)
+    return _plan_answers(config, placed, num_answers, size, free)
 
 
 def plan_evaluation(
@@ -130,14 +133,16 @@ def plan_evaluation(
         return None
     free = least_free(placed.model.machine, "the memory for evaluations", store)
     most_prompts = max(map(len, held_out.values()))
-    longest = longest_prompt + config.max_completion_length
-    return HeldOutPlan(held_out, _plan_answers(config, placed, most_prompts, longest, free))
+    most_new = config.max_completion_length
+    values = max(int(each.rows.images.num_values.max(initial=0)) for each in held_out.values())
+    size = AnswerSize(longest_prompt + most_new, most_new, values)
+    return HeldOutPlan(held_out, _plan_answers(config, placed, most_prompts, size, free))
 
 
 def _plan_answers(
-    config: TrainConfig, placed: PlacedModel, num_answers: int, longest: int, free: int | None
+    config: TrainConfig, placed: PlacedModel, num_answers: int, size: AnswerSize, free: int | None
 ) -> Generation:
-    """Plan answers of at most `max_completion_length`. The others as for `plan_generation`."""
+    """Plan answers on the machine. The others as for `plan_generation`."""
     device = placed.model.machine.ranks.device
     gpu = None
     if device.type == "cuda":
@@ -145,8 +150,7 @@ def _plan_answers(
     return plan_generation(
         placed,
         num_answers,
-        longest,
-        config.max_completion_length,
+        size,
         free,
         gpu,
         has_turns=bool(config.environment),

@@ -21,7 +21,7 @@ from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.model.kernels.in_use import use_ways
-from fsdp_qlora.planning.generation import plan_generation
+from fsdp_qlora.planning.generation import AnswerSize, plan_generation
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import ModelPlan, plan_model
@@ -130,13 +130,9 @@ class LoadedModel:
         self._model = model
         self.stops = Stops(plan.tokenizer, model, self.format.stop_text)
         most_new = sampling.max_new_tokens
-        generation = plan_generation(
-            placed,
-            at_a_time * ranks.world_size,
-            max(config.longest_row, 2 * most_new),
-            most_new,
-            free=None,
-        )
+        values = [int(prompt.images.num_values.max(initial=0)) for prompt in self.prompts]
+        size = AnswerSize(max(config.longest_row, 2 * most_new), most_new, max(values, default=0))
+        generation = plan_generation(placed, at_a_time * ranks.world_size, size, free=None)
         # Beside fewer prompts than are asked for at a time there is room that they will take.
         has_room = generation.at_a_time == at_a_time
         self._keeps_gathered = has_room and generation.gathered > 0

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.distributed.ranks import derive_seed
-from fsdp_qlora.planning.generation import plan_generation
+from fsdp_qlora.planning.generation import AnswerSize, plan_generation
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.service.adapter_checks import AdapterChecks
 from fsdp_qlora.service.adapter_store import AdapterState, AdapterStore
@@ -174,7 +174,8 @@ class RequestSampler:
         trainer = self.adapters.trainer
         asked = [(each, sample) for each in requests for sample in range(each.num_samples)]
         longest = drawing.max_tokens + max(len(each.prompt) for each in requests)
-        plan = plan_generation(self.placed, len(asked), longest, drawing.max_tokens, self.free)
+        size = AnswerSize(longest, drawing.max_tokens)
+        plan = plan_generation(self.placed, len(asked), size, self.free)
         options = drawing.options()
         stops = self.stops(drawing)
         generator = TextGenerator(

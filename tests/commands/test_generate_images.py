@@ -9,7 +9,13 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from fsdp_qlora.__main__ import main
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.planning.generation import AnswerSize, plan_generation
+from fsdp_qlora.planning.machine import Machine
+from fsdp_qlora.planning.placement import place
+from fsdp_qlora.planning.plan import plan_model
 from tests.commands.test_evaluate import measured
 from tests.commands.test_generate import LENGTH, generate
 from tests.helpers.metrics import read_metrics
@@ -118,6 +124,19 @@ def test_answers_to_images_on_two_ranks_are_those_of_transformers(base, tmp_path
     assert said.endswith(f"\n{texts[0]}\n")
 
 
+@pytest.mark.slow
+def test_answers_to_images_in_16_bits_are_the_same_on_two_ranks(base, tmp_path):
+    asked = write_rows(base / "prompts.jsonl", [row for row, *_ in PROMPTS])
+    answers = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.jsonl"
+        words = {**OPTIONS, "model_name": base, "prompts": asked, "out": out, "batch_size": 1}
+        generate(ranks, tmp_path / str(ranks), **words | {"precision": "bf16"})
+        answers.append([row["completion"] for row in read_rows(out)])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == len(PROMPTS)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -196,3 +215,17 @@ def test_a_model_of_text_refuses_images_before_weights_are_read(models, tmp_path
     assert "--prompt: the prompt cannot be used: it shows images, and the model takes text" in (
         capsys.readouterr().err
     )
+
+
+def test_a_plan_answers_fewer_prompts_at_a_time_with_large_images(base):
+    config = TrainConfig(model_name=str(base), train_type="lora", precision="fp32")
+    machine = Machine.of(config, Ranks(0, 0, 1, 1, torch.device("cpu")))
+    placed = place(config, plan_model(config, machine, None))
+    values = 5_000_000
+    of_text, of_images = (
+        plan_generation(placed, 100, AnswerSize(64, 8, each), free=None) for each in (0, values)
+    )
+    assert of_text.at_a_time == 100 > of_images.at_a_time > 1
+    # A CPU has 1 GiB for it, and pixels alone take 4 bytes each.
+    pixels = 4 * values * of_images.at_a_time
+    assert pixels < of_images.cache < 2**30

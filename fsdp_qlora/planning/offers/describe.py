@@ -10,7 +10,7 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.teacher_cache import bytes_per_token
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.model_parts import count_parameters
-from fsdp_qlora.planning.generation import plan_generation
+from fsdp_qlora.planning.generation import AnswerSize, plan_generation
 from fsdp_qlora.planning.known_models import trained_name
 from fsdp_qlora.planning.placement import adapter_bytes
 from fsdp_qlora.planning.report import PlanReport
@@ -115,9 +115,8 @@ def _generation_lines(run: PlannedRun) -> list[str]:
         return []
     answers = run.rows * gpus.num_gpus
     free = int(gpus.bytes) - sum(run.beside_torch.values())
-    generation = plan_generation(
-        run.placed, answers, config.longest_row, config.max_completion_length, free, gpus.gpu
-    )
+    size = AnswerSize(config.longest_row, config.max_completion_length)
+    generation = plan_generation(run.placed, answers, size, free, gpus.gpu)
     per_prompt = config.objective_row.answers_per_prompt(config)
     line = generation.describe(answers // per_prompt, per_prompt, 0)
     return textwrap.wrap(f"{line}; in addition to the time above", 80, subsequent_indent="  ")
