@@ -25,7 +25,8 @@ def service(
 ) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("images")
     model = make_image_model(folder / "model")
-    running = Service(model, folder / "folder", request.param)
+    teacher = {"teacher": make_image_model(folder / "teacher")} if request.param == 2 else {}
+    running = Service(model, folder / "folder", request.param, **teacher)
     yield running
     running.end()
 
@@ -102,6 +103,18 @@ def test_greedy_answers_to_images_equal_those_of_peft(trained):
     for token in answer.sequences[0].tokens:
         assert token == int(plain.scores(whole)[1][-1].argmax())
         whole = whole.append(types.EncodedTextChunk(tokens=[token]))
+
+
+@on_two_ranks
+def test_a_teacher_is_asked_with_images(service, trained):
+    _, plain = trained
+    teacher = service.client().create_sampling_client(base_model=service.teacher).result()
+    prompt = plain.pictures.prompt(6, 2)
+    found = teacher.compute_logprobs(prompt).result()
+    # It has the weights of the base.
+    with plain.model.disable_adapter():
+        expected, _ = plain.scores(prompt)
+    assert_equal([torch.tensor(found[1:])], [expected])
 
 
 def file_of(width: int, height: int, kind: str) -> bytes:
