@@ -63,11 +63,12 @@ class ServedImages:
         if processor is None:
             return BaseImages(refusal=f"the folder of {name} has no processor of images")
         try:
-            # The first use loads it.
-            log.info("Images are served: %d tokens stand for them.", len(processor.image_ids))
+            # The first use loads it: what it lacks is said now.
+            tokens = processor.image_ids
         except UserError as error:
             log.info("Images are not served. %s", error)
             return BaseImages(refusal=f"images are not served: {str(error).rstrip('.')}")
+        log.info("Images are served (tokens %s).", ", ".join(map(str, sorted(tokens))))
         return BaseImages(processor)
 
     def _load(self, name: bytes) -> Any:

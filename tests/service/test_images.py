@@ -129,12 +129,13 @@ def test_images_that_cannot_be_used_fail_alone(service):
     pictures = Pictures(Path(service.model))
     whole = pictures.chunk(1)
     extra = types.EncodedTextChunk(tokens=[pictures.image_token])
+    large = pictures.chunk(1, data=file_of(6_600, 6_600, "png"))
     wrong: list[tuple[list[Any], str]] = [
         ([pictures.chunk(1, data=b"no picture")], "is no image"),
         ([pictures.chunk(1, data=whole.data[:-200])], "cannot be read"),
         ([pictures.chunk(1, data=file_of(56, 56, "gif"))], "is no image"),
         ([pictures.chunk(1, data=file_of(12_000, 12_000, "png"))], "megapixels"),
-        ([pictures.chunk(1, data=file_of(6_600, 6_600, "png"))] * 4, "megapixels"),
+        ([large] * 2, "the row has more than 44 megapixels"),
         ([pictures.chunk(1, data=file_of(4_000, 4, "png"))], "processor refuses"),
         ([pictures.chunk(1, expected_tokens=9)], "expected_tokens 9, and .* writes 4 tokens"),
         ([whole, extra], "stands for an image"),
@@ -155,6 +156,11 @@ def test_images_that_cannot_be_used_fail_alone(service):
             client.forward_backward([*data, datum], "cross_entropy").result()
         with pytest.raises(RequestFailedError, match=reason):
             sampler.sample(prompt, 1, options).result()
+    spread = types.Datum(
+        model_input=types.ModelInput(chunks=[large]), loss_fn_inputs={"target_tokens": [0] * 4}
+    )
+    with pytest.raises(RequestFailedError, match="more than 134 megapixels"):
+        client.forward_backward([spread] * 4, "cross_entropy").result()
     pointer = types.ImageAssetPointerChunk(format="png", location="/etc/passwd", expected_tokens=4)
     with pytest.raises(RequestFailedError, match="image_asset_pointer"):
         sampler.sample(types.ModelInput(chunks=[pointer]), 1, options).result()
