@@ -419,6 +419,9 @@ def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
             for name in _TOKENIZER:
                 if (adapter / name).is_file():
                     shutil.copyfile(adapter / name, partial / name)
+        modelopt = merge.folder / MODELOPT_FILE
+        if merged.keeps_format and modelopt.is_file():
+            shutil.copyfile(modelopt, partial / MODELOPT_FILE)
         _write_weights(merged, partial)
         merged.warn(partial)
         for name, text in texts.items():
@@ -477,11 +480,6 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
         for key in KEYS:
             content.pop(key, None)
             text.pop(key, None)
-    if merged.keeps_format:
-        # `new_model_folder` leaves modelopt's file out, so its content goes to config.json.
-        modelopt = read_json(merge.folder / MODELOPT_FILE)
-        if modelopt:
-            content.setdefault("quantization_config", {"quant_method": "modelopt"} | modelopt)
     if merged.dtype or is_decoded:
         for part in (content, text):
             # The key's old name, which would contradict.

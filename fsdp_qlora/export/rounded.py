@@ -90,7 +90,8 @@ def rounded(merge: Merge) -> RoundedModel:
 
     Raises UserError if they have none that is written.
     """
-    if merge.stored is None or not merge.stored.is_written:
+    formats = merge.stored.formats if merge.stored else ()
+    if merge.stored is None or not all(each.is_written for each in formats):
         stored = merge.stored.name if merge.stored else "16 or 32 bits"
         raise UserError(
             f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in "

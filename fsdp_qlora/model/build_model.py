@@ -34,7 +34,7 @@ from fsdp_qlora.model.architecture.tower_inputs import keep_documents_from
 from fsdp_qlora.model.architecture.towers import tower_linears
 from fsdp_qlora.model.experts import quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.formats.published import PublishedFormat
-from fsdp_qlora.model.formats.quantized_layers import choose_quantized
+from fsdp_qlora.model.formats.quantized_layers import formats_of_layers
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.routed import experts_forward
 from fsdp_qlora.model.quantizers.table import quantize_layers
@@ -66,7 +66,8 @@ class MetaModel:
     modules: all. quantized: linear layers to quantize. quantized_experts: 3-D expert parameters to
     quantize, if the quantizer supports it. targets, target_parameters: linear layers and expert
     parameters with an adapter. trained: blocks that train in full. left_out: layers that are
-    neither quantized nor adapted, and why.
+    neither quantized nor adapted, and why. formats: of the layers to quantize, if they are
+    quantized in the weight files already.
     """
 
     parts: ModelParts
@@ -77,6 +78,7 @@ class MetaModel:
     target_parameters: list[str]
     trained: list[str]
     left_out: Mapping[str, str]
+    formats: Mapping[str, PublishedFormat]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -122,16 +124,7 @@ def build_model(
     meta = _choose(model, config, train_type, layers)
     keep_documents_from(meta.parts.towers.values())
     if train_type.quantizer:
-        packed = layers.prequantized
-        quantizer = train_type.quantizer
-        options = dict(layers.quantizer)
-        # Weight files that are quantized already determine the format.
-        stored = packed.layer_options() if packed else None
-        if packed and packed.quantizer and stored is not None:
-            quantizer = packed.quantizer
-            options = dict(stored)
-        options["compute_dtype"] = precision.compute_dtype
-        quantize_layers(model, meta.quantized, meta.quantized_experts, quantizer, **options)
+        _quantize(meta, train_type.quantizer, layers, precision.compute_dtype)
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
     # Text does not pass through towers, so they would get no gradient.
@@ -177,9 +170,11 @@ def _choose(
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
-    packed = layers.prequantized
-    if packed:
-        frozen, frozen_experts = choose_quantized(model, packed, frozen, frozen_experts)
+    formats: dict[str, PublishedFormat] = {}
+    if layers.prequantized:
+        formats = formats_of_layers(model, layers.prequantized, frozen, frozen_experts)
+        frozen = [path for path in frozen if path in formats]
+        frozen_experts = [path for path in frozen_experts if path in formats]
     left_out: dict[str, str] = {}
     if train_type.quantizer or train_type.adapter:
         routers = router_linears(model)
@@ -197,7 +192,29 @@ def _choose(
         target_parameters=target_parameters,
         trained=trained,
         left_out=left_out,
+        formats=formats,
     )
+
+
+def _quantize(
+    meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dtype: torch.dtype
+) -> None:
+    """Replace the layers to quantize.
+
+    Weight files that are quantized already determine the format of each.
+    """
+    # Several groups of layers may have equal formats, which are told by their identity.
+    for published in {id(each): each for each in meta.formats.values()}.values() or [None]:
+        linears = [path for path in meta.quantized if meta.formats.get(path) is published]
+        experts = [path for path in meta.quantized_experts if meta.formats.get(path) is published]
+        name = quantizer
+        options = dict(layers.quantizer)
+        stored = published.layer_options() if published else None
+        if published and published.quantizer and stored is not None:
+            name = published.quantizer
+            options = dict(stored)
+        options["compute_dtype"] = compute_dtype
+        quantize_layers(meta.model, linears, experts, name, **options)
 
 
 def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig) -> None:

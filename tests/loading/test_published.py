@@ -4,7 +4,7 @@ them, trained as they are.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +55,13 @@ def save_compressed(
     """Quantize the blocks' linear layers but one with compressed-tensors, and save as people
     publish it.
     """
+    save_groups(source, folder, {form: ["Linear"]}, ignore)
+
+
+def save_groups(
+    source: Path, folder: Path, groups: Mapping[str, list[str]], ignore: Sequence[str]
+) -> None:
+    """Quantize linear layers with compressed-tensors. groups: form -> its targets."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -66,38 +73,41 @@ def save_compressed(
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    given = {
-        "type": "int" if form in INTEGERS else "float",
-        "symmetric": True,
-        **(SCHEMES | INTEGERS)[form],
-    }
-    arguments = QuantizationArgs(dynamic=False, **given)
-    unpacked = {"format": "int-quantized"} if form.startswith("int8") else {}
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, **unpacked)
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
+    schemes = {}
+    for form, targets in groups.items():
+        kind = "int" if form in INTEGERS else "float"
+        given = {"type": kind, "symmetric": True, **(SCHEMES | INTEGERS)[form]}
+        weights = QuantizationArgs(dynamic=False, **given)
+        unpacked = {"format": "int-quantized"} if form.startswith("int8") else {}
+        name = f"group_{len(schemes)}"
+        schemes[name] = QuantizationScheme(targets=targets, weights=weights, **unpacked)
+    config = QuantizationConfig(config_groups=schemes, ignore=list(ignore))
     apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is None:
             continue
         weight = module.weight.detach()
-        block = given.get("block_structure")
+        arguments = module.quantization_scheme.weights
+        block = arguments.block_structure
         if block:
             rows, columns = (
                 -(-size // side) for size, side in zip(weight.shape, block, strict=True)
             )
             padded = torch.zeros(rows * block[0], columns * block[1])
             padded[: weight.shape[0], : weight.shape[1]] = weight
-            groups = padded.view(rows, block[0], columns, block[1]).transpose(1, 2).flatten(2)
+            values = padded.view(rows, block[0], columns, block[1]).transpose(1, 2).flatten(2)
         else:
-            size = given.get("group_size", weight.shape[1])
-            is_whole = given["strategy"] == "tensor"
-            groups = weight.view(1, 1, -1) if is_whole else weight.view(weight.shape[0], -1, size)
-        of_all = generate_gparam(weight.min(), weight.max()) if form == "nvfp4" else None
+            size = arguments.group_size or weight.shape[1]
+            is_whole = arguments.strategy == "tensor"
+            shape = (1, 1, -1) if is_whole else (weight.shape[0], -1, size)
+            values = weight.view(shape)
+        is_nvfp4 = arguments.strategy == "tensor_group"
+        of_all = generate_gparam(weight.min(), weight.max()) if is_nvfp4 else None
         scale, zero_point = calculate_qparams(
-            groups.amin(-1), groups.amax(-1), arguments, global_scale=of_all
+            values.amin(-1), values.amax(-1), arguments, global_scale=of_all
         )
-        module.weight_scale.data = scale.reshape(-1) if given["strategy"] == "tensor" else scale
-        if not given["symmetric"]:
+        module.weight_scale.data = scale.reshape(-1) if arguments.strategy == "tensor" else scale
+        if not arguments.symmetric:
             module.weight_zero_point.data = zero_point.view_as(module.weight_scale)
         if of_all is not None:
             module.weight_global_scale.data = of_all
@@ -168,7 +178,8 @@ def decode(folder: Path) -> dict[str, torch.Tensor]:
             scale = scale * tensors.get(f"{base}_scale_2", 1)
             decoded[base] = values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
         else:
-            settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+            config = json.loads((folder / "config.json").read_text())
+            settings = config.get("quantization_config", {})
             rows, columns = value.shape
             if "weight_block_size" in settings or (scale.dim() == 2 and scale.shape[1] > 1):
                 rows, columns = (

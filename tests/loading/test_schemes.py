@@ -88,15 +88,36 @@ def test_one_scheme_with_several_targets_is_read(settings, name):
     assert found.layer_options() is not None or name in ("FP8", "INT4", "GPTQ")
 
 
+def modelopt_mixed(**layers: str) -> dict[str, Any]:
+    """modelopt's settings in config.json, whose groups have the activations' types, too.
+
+    layers: algorithm -> a layer.
+    """
+    eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
+    groups = {
+        f"group_{index}": {"weights": eight_bits, "targets": [layer]}
+        for index, layer in enumerate(layers.values())
+    }
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "config_groups": groups,
+        "quantized_layers": {layer: {"quant_algo": name} for name, layer in layers.items()},
+    }
+
+
 OTHERS: list[tuple[dict[str, Any], str]] = [
     (
-        compressed("mixed-precision", group(NVFP4, "re:.*mlp.*"), group(CHANNEL, "re:.*attn.*")),
-        "its layers are in several formats: NVFP4 (group_0), FP8 (group_1). Give the model with "
-        "16- or 32-bit",
+        compressed("mixed-precision", group(NVFP4, "re:.*mlp.*"), group(INT4, "re:.*attn.*")),
+        "group_1 has integers in another format than pack-quantized",
     ),
     (
-        compressed("pack-quantized", group(INT4, "a"), group({**INT4, "num_bits": 8}, "b")),
-        "its layers are in several formats: INT4 (group_0), INT8 (group_1)",
+        modelopt_mixed(NVFP4="model.layers.0.mlp.up_proj", W4A8_AWQ="model.layers.0.mlp.gate_proj"),
+        "quant_algo W4A8_AWQ of model.layers.0.mlp.gate_proj changes activations too",
+    ),
+    (
+        modelopt_mixed(FP8="lm_head", MXFP8="model.layers.1.mlp.up_proj"),
+        "quantized_layers has model.layers.1.mlp.up_proj in quant_algo MXFP8, which is not one of",
     ),
     (
         compressed(

@@ -26,7 +26,7 @@ class _Found(NamedTuple):
 
     weights: list[StoredWeight]
     others: dict[str, Part]
-    """Name here -> a tensor that has no scale."""
+    """Name here -> a tensor that has no scale and is none."""
     unused: set[str]
     """Names in the files of tensors that no weight needs."""
 
@@ -51,9 +51,11 @@ def decode_weights(
     if stored is None:
         return decoded, set()
     found = _find(stored, entries)
+    formats = stored.formats_of([weight.name for weight in found.weights])
     for weight in found.weights:
-        stored.check(weight)
-        decoded[weight.name] = stored.decode(weight)
+        form = formats[weight.name]
+        form.check(weight)
+        decoded[weight.name] = form.decode(weight)
     for name, part in found.others.items():
         stored.check_without_scale(name, part)
     unknown = found.unused
@@ -75,8 +77,9 @@ def keep_weights(
     if not packed.endings:
         return {}, set()
     found = _find(packed, entries)
+    formats = packed.formats_of([weight.name for weight in found.weights])
     for weight in found.weights:
-        packed.check_kept(weight)
+        formats[weight.name].check_kept(weight)
     decoded: dict[str, DecodedTensor] = {}
     unknown = found.unused
     for weight in found.weights:
@@ -88,7 +91,8 @@ def keep_weights(
         for name, part in parts.items():
             if part is None:
                 continue
-            rounded = packed.keep_statistic(part) if name != weight.name else None
+            is_codes = name == weight.name
+            rounded = None if is_codes else formats[weight.name].keep_statistic(part)
             if rounded is None:
                 entries[name] = entries.pop(part.source).in_bytes()
             else:
@@ -105,7 +109,8 @@ def _find(stored: PublishedFormat, entries: Mapping[str, StoredTensor]) -> _Foun
     for name, part in parts.items():
         scale = parts.get(f"{name}.scale")
         if scale is None:
-            others[name] = part
+            if not _is_statistic(name, parts):
+                others[name] = part
             continue
         weight = StoredWeight(
             name=name,
@@ -117,6 +122,12 @@ def _find(stored: PublishedFormat, entries: Mapping[str, StoredTensor]) -> _Foun
         )
         weights.append(weight)
     return _Found(weights, others, unused)
+
+
+def _is_statistic(name: str, parts: Mapping[str, Part]) -> bool:
+    """Whether a tensor is one of a weight with a scale."""
+    weight, _, statistic = name.rpartition(".")
+    return f".{statistic}" in _STATISTICS and f"{weight}.scale" in parts
 
 
 def _parts(

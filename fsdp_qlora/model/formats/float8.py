@@ -5,9 +5,9 @@ X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out 
 whole weight or for each row. "_scale_inv" is a factor all the same.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -59,14 +59,6 @@ class Float8Format(PublishedFormat):
             return {"num_parts": 1}
         # Of a row is the layers' default.
         return {} if self.scale_of == "row" else None
-
-    def joined(self, others: Sequence[Self], listed: str) -> Self:
-        if all(other.layer_options() == self.layer_options() for other in others):
-            return self
-        if any(part.scale_of == "block" for part in (self, *others)):
-            raise Unreadable(f"its layers have blocks of several sizes: {listed}")
-        # Scales of rows in some layers, and of matrices in others: the tensors tell which.
-        return replace(self, scale_of=None)
 
     def problem(self, weight: StoredWeight) -> str:
         problem = wrong_type(weight.codes, _CODE_TYPES)

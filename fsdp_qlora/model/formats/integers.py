@@ -7,8 +7,8 @@ X.weight_g_idx. `IntegerTensor` says what is in them.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,11 +60,6 @@ class IntegerFormat(PublishedFormat):
     """Whether 1 was subtracted from zero points."""
     has_zeros: bool = False
     """Whether there must be zero points."""
-
-    def joined(self, others: Sequence[Self], listed: str) -> Self:
-        # Integers of a symmetric group have the zero in the middle of their range, and no tensor of
-        # it.
-        return replace(self, has_zeros=all(part.has_zeros for part in (self, *others)))
 
     def problem(self, weight: StoredWeight) -> str:
         return self.decode(weight).problem()

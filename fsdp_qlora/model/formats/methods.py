@@ -21,8 +21,9 @@ from fsdp_qlora.model.formats.float4 import (
 )
 from fsdp_qlora.model.formats.float8 import WRITTEN_FP8, float8_of_scheme, read_fp8
 from fsdp_qlora.model.formats.integers import integers_of_scheme, read_awq, read_gptq
+from fsdp_qlora.model.formats.mixed import MixedFormat
 from fsdp_qlora.model.formats.published import PublishedFormat, Unreadable
-from fsdp_qlora.model.formats.settings import Scheme, Settings, take_settings
+from fsdp_qlora.model.formats.settings import Algorithm, Scheme, Settings, take_settings
 from fsdp_qlora.model.formats.written import WrittenFormat
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import tensor_names
@@ -35,6 +36,7 @@ _ALGORITHMS: Mapping[str, Scheme] = {
     "FP8": Scheme("all", ["Linear"], "", "float", 8, None, "tensor", None),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("all", ["Linear"], "", "float", 8, None, "channel", None),
     "NVFP4": Scheme("all", ["Linear"], "", "float", 4, 16, None, None),
+    "W4A16_NVFP4": Scheme("all", ["Linear"], "", "float", 4, 16, None, None),
 }
 # For compressed-tensors' format float-quantized without config_groups.
 _FLOAT_QUANTIZED = Scheme("all", ["Linear"], "float-quantized", "float", 8, None, "", None)
@@ -65,7 +67,7 @@ def take_format(
     names = tensor_names(folder) if folder else None
     if names is None:
         return published
-    published = replace(published, scaled=published.weights_among(names))
+    published = published.in_files(names)
     if isinstance(published, BitsandbytesFormat) and not published.scaled:
         log.info("%s", published.describe_decoding(quantizes=False))
         return None
@@ -120,9 +122,12 @@ def _read_compressed(settings: Settings) -> PublishedFormat:
 def _read_modelopt(settings: Settings) -> PublishedFormat:
     """The format of modelopt's groups, or of its algorithm's name."""
     algorithm = settings.fields.get("quant_algo", "")
-    if any(word in algorithm for word in ("SVD", "AWQ")):
-        raise Unreadable(f"quant_algo {shown_name(algorithm)} changes activations too")
+    _check_algorithm(algorithm)
     known = _ALGORITHMS.get(algorithm)
+    # In models of several formats these say more than config_groups do.
+    if settings.layers:
+        schemes = [_scheme_of(each, layers) for each, layers in settings.layers.items()]
+        return _of_schemes(settings, schemes)
     if not settings.schemes and known is None:
         names = ", ".join(_ALGORITHMS)
         given = shown_name(algorithm) if algorithm else "none"
@@ -135,22 +140,45 @@ def _read_modelopt(settings: Settings) -> PublishedFormat:
     return _of_schemes(settings, [scheme._replace(is_modelopt=True) for scheme in schemes])
 
 
+def _check_algorithm(algorithm: str, layer: str = "") -> None:
+    """Refuse an algorithm that also changes what comes into a layer."""
+    if any(word in algorithm for word in ("SVD", "AWQ")):
+        of_layer = f" of {shown_name(layer)}" if layer else ""
+        raise Unreadable(f"quant_algo {shown_name(algorithm)}{of_layer} changes activations too")
+
+
+def _scheme_of(algorithm: Algorithm, layers: Sequence[str]) -> Scheme:
+    """The group of the layers that modelopt quantizes alike."""
+    _check_algorithm(algorithm.name, layers[0])
+    known = _ALGORITHMS.get(algorithm.name)
+    if known is None:
+        names = ", ".join(_ALGORITHMS)
+        given = shown_name(algorithm.name) if algorithm.name else "none"
+        raise Unreadable(
+            f"quantized_layers has {shown_name(layers[0])} in quant_algo {given}, which is not "
+            f"one of {names}"
+        )
+    # A group size of 0 stands for none.
+    size = known.group_size and (algorithm.group_size or known.group_size)
+    return known._replace(
+        name=f"quant_algo {algorithm.name}", targets=[*layers], group_size=size, is_modelopt=True
+    )
+
+
 def _of_schemes(settings: Settings, schemes: Sequence[Scheme]) -> PublishedFormat:
     """The format of all groups, which may differ in the layers that they are for."""
     formats = [_of_scheme(scheme) for scheme in schemes]
     if not formats:
         raise Unreadable("config_groups has no group of weights")
-    first, *others = formats
-    # At most eight, since a file can have any number of groups.
-    labels = dict.fromkeys(
-        f"{published.name} ({scheme.name})"
+    first = formats[0]
+    if all(published == first for published in formats):
+        targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
+        return replace(first, targets=targets, skipped=settings.skipped)
+    groups = [
+        replace(published, targets=scheme.targets)
         for published, scheme in zip(formats, schemes, strict=True)
-    )
-    listed = ", ".join([*labels][:8])
-    if len({published.name for published in formats}) > 1:
-        raise Unreadable(f"its layers are in several formats: {listed}")
-    targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
-    return replace(first.joined(others, listed), targets=targets, skipped=settings.skipped)
+    ]
+    return MixedFormat.of(groups, settings.skipped)
 
 
 def _of_scheme(scheme: Scheme) -> PublishedFormat:

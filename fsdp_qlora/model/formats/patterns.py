@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -38,13 +38,25 @@ def matching(
     Raises:
         UserError: a pattern is no regular expression, or takes too long; the same on every rank.
     """
-    programs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
-    plain = [pattern for pattern in patterns if _PLAIN.fullmatch(pattern)]
+    plain = [pattern for pattern in patterns if is_plain(pattern)]
     matched = {path for path in paths if _any_matches(path, plain, by_transformers)}
-    if programs:
-        # Tuples, for the cache: starting a process is slow.
-        matched |= _matched_apart(tuple(paths), tuple(dict.fromkeys(programs)), by_transformers)
-    return matched
+    programs = [pattern for pattern in patterns if not is_plain(pattern)]
+    return matched.union(*matches_of_each(paths, programs, by_transformers).values())
+
+
+def is_plain(pattern: str) -> bool:
+    """Whether a pattern is a name."""
+    return _PLAIN.fullmatch(pattern) is not None
+
+
+def matches_of_each(
+    paths: Sequence[str], patterns: Sequence[str], by_transformers: bool = False
+) -> Mapping[str, frozenset[str]]:
+    """Pattern -> the paths that it matches. Raises UserError as `matching`."""
+    if not patterns:
+        return {}
+    # Tuples, for the cache: starting a process is slow.
+    return _matched_apart(tuple(paths), tuple(dict.fromkeys(patterns)), by_transformers)
 
 
 def _any_matches(path: str, patterns: Iterable[str], by_transformers: bool) -> bool:
@@ -65,7 +77,7 @@ def _matches(pattern: str, path: str, by_transformers: bool) -> bool:
 @functools.lru_cache(maxsize=8)
 def _matched_apart(
     paths: tuple[str, ...], patterns: tuple[str, ...], by_transformers: bool
-) -> frozenset[str]:
+) -> Mapping[str, frozenset[str]]:
     # An error is raised on every rank: each one matches the same names with the same limit.
     request = {"paths": paths, "patterns": patterns, "by_transformers": by_transformers}
     matcher = _Matcher(__name__, _SECONDS)
@@ -85,7 +97,7 @@ def _matched_apart(
             f"{shown(max(patterns, key=len))}, that cannot be matched with {len(paths)} names of "
             f"modules within {_SECONDS:g} s. {advice}"
         )
-    return frozenset(reply["found"])
+    return {pattern: frozenset(found) for pattern, found in reply["found"].items()}
 
 
 class _Matcher(Worker):
@@ -110,10 +122,10 @@ def work() -> None:
 
 
 def _reply(paths: list[str], patterns: list[str], by_transformers: bool) -> dict[str, Any]:
-    matched = set[str]()
+    found: dict[str, list[str]] = {}
     for pattern in patterns:
         try:
-            matched |= {path for path in paths if _matches(pattern, path, by_transformers)}
+            found[pattern] = [path for path in paths if _matches(pattern, path, by_transformers)]
         except (re.error, RecursionError, OverflowError, MemoryError) as error:
             return {"pattern": pattern, "reason": str(error) or type(error).__name__}
-    return {"found": sorted(matched)}
+    return {"found": found}

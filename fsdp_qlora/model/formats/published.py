@@ -5,7 +5,7 @@ weight's tensors, whether they fit together, and how they are decoded and encode
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from fsdp_qlora.model.formats.patterns import matching
@@ -84,13 +84,6 @@ class PublishedFormat:
         """Arguments of the quantizer's layers; None if only the files' tensors tell them."""
         return None
 
-    def joined(self, others: Sequence[Self], listed: str) -> Self:
-        """The format of a model whose groups of layers have this one and the others.
-
-        listed: all groups, for a message. Raises Unreadable if there is none.
-        """
-        return self
-
     def problem(self, weight: StoredWeight) -> str:
         """Say which of a weight's tensors the format does not have; empty if it has all."""
         raise NotImplementedError
@@ -109,6 +102,24 @@ class PublishedFormat:
 
     def check_without_scale(self, name: str, part: Part) -> None:
         """Raise UserError for a tensor without a scale that must have one to be decoded."""
+
+    # ---- what a model in several formats defines ----
+
+    @property
+    def formats(self) -> Sequence["PublishedFormat"]:
+        """The formats of the model's groups of layers; this one alone if all have it."""
+        return (self,)
+
+    def formats_of(self, names: Iterable[str]) -> Mapping[str, "PublishedFormat"]:
+        """Weight or module -> its format, one of `formats`.
+
+        Raises UserError for a name that has none.
+        """
+        return dict.fromkeys(names, self)
+
+    def in_files(self, names: Iterable[str]) -> Self:
+        """The format with the weights that are quantized among the tensors of files."""
+        return replace(self, scaled=self.weights_among(names))
 
     # ---- the same for all families ----
 

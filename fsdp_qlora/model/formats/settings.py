@@ -104,6 +104,7 @@ _FIELDS: Mapping[str, Kind] = {
     "dynamic": _OBJECTS,
     "weight_block_size": _BLOCK,
     "config_groups": _OBJECTS,
+    "quantized_layers": _OBJECTS,
     "transform_config": _OBJECT,
     "sparsity_config": _OBJECT,
     "ignore": _NAMES,
@@ -119,6 +120,7 @@ _FIELDS: Mapping[str, Kind] = {
     EXPERTS_KEY: _FLAG,
 }
 _OF_GROUP: Mapping[str, Kind] = {"targets": _NAMES, "weights": _OBJECT, "format": _TEXT}
+_OF_LAYER: Mapping[str, Kind] = {"quant_algo": _TEXT, "group_size": _SIZE}
 _OF_WEIGHTS: Mapping[str, Kind] = {
     "type": _TEXT,
     "num_bits": _BITS,
@@ -147,16 +149,25 @@ class Scheme(NamedTuple):
     is_modelopt: bool = False
 
 
+class Algorithm(NamedTuple):
+    """modelopt's name of a way to quantize, with its group size if a layer has one."""
+
+    name: str
+    group_size: int | None
+
+
 class Settings(NamedTuple):
     """A quantization_config.
 
-    file: that it is in. fields: those of `_FIELDS` that it has, and are not null.
+    file: that it is in. fields: those of `_FIELDS` that it has, and are not null. layers: those
+    that modelopt's quantized_layers names, by algorithm.
     """
 
     file: str
     method: str
     fields: Mapping[str, Any]
     schemes: list[Scheme]
+    layers: Mapping[Algorithm, list[str]]
 
     @property
     def layout(self) -> str:
@@ -250,14 +261,26 @@ def _read(raw: Mapping[str, Any], place: str, file: str, methods: Collection[str
             for key in ("checkpoint_format", "format", "version")
             if _is_text(raw.get(key))
         }
-        return Settings(file, method, fields, [])
+        return Settings(file, method, fields, [], {})
     fields = _fields(raw, _FIELDS, place)
     groups = fields.get("config_groups", {})
     read = [
         _scheme(group, content or {}, fields.get("format", ""), place)
         for group, content in groups.items()
     ]
-    return Settings(file, method, fields, [scheme for scheme in read if scheme])
+    layers = _algorithms(fields.get("quantized_layers", {}), place)
+    return Settings(file, method, fields, [scheme for scheme in read if scheme], layers)
+
+
+def _algorithms(entries: Mapping[str, Any], place: str) -> dict[Algorithm, list[str]]:
+    """The layers of each algorithm in quantized_layers."""
+    layers: dict[Algorithm, list[str]] = {}
+    for layer, entry in entries.items():
+        inside = f"quantized_layers.{shown_name(layer)}."
+        fields = _fields(entry or {}, _OF_LAYER, place, inside)
+        algorithm = Algorithm(fields.get("quant_algo", ""), fields.get("group_size"))
+        layers.setdefault(algorithm, []).append(layer)
+    return layers
 
 
 def _scheme(name: str, group: Mapping[str, Any], layout: str, place: str) -> Scheme | None:
