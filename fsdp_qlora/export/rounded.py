@@ -1,4 +1,4 @@
-"""Merges an adapter into a base that is published in MXFP4, NVFP4 or FP8.
+"""Merges an adapter into a base that is published in MXFP4, NVFP4, FP8 or integers.
 
 The merged model has the same format.
 """
@@ -95,7 +95,7 @@ def rounded(merge: Merge) -> RoundedModel:
         stored = merge.stored.name if merge.stored else "16 or 32 bits"
         raise UserError(
             f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in "
-            "MXFP4, NVFP4 or FP8. Merge without this option."
+            "MXFP4, NVFP4, FP8 or integers of compressed-tensors. Merge without this option."
         )
     # asdict() would copy the tensors inside.
     fields = {

@@ -10,12 +10,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 
 from fsdp_qlora.export import merge as merging
 from tests.commands.test_merge import EXPERTS, make_adapter, merge
 from tests.helpers.run import all_slow_but
-from tests.loading.test_integers import save_awq
+from tests.loading.test_integers import save_awq, save_by_compressed_tensors
 from tests.loading.test_prequantized import save_mxfp4
 from tests.loading.test_published import E2M1, FORMS, decode, save_plain
 from tests.parity.test_experts import FAMILIES
@@ -106,6 +106,43 @@ def test_an_adapter_is_merged_into_the_published_format(form, models, tmp_path, 
         assert torch.equal(numbers(name, value), numbers(name, before[name])), name
 
 
+@pytest.mark.parametrize("form", ["int4 zeros", "int3 rows", "int8 whole"])
+def test_an_adapter_is_merged_into_integers_of_compressed_tensors(form, models, tmp_path):
+    source = models("llama")
+    folder = tmp_path / "model"
+    base = save_by_compressed_tensors(source, folder, form)
+    plain = save_plain(source, tmp_path / "plain", base)
+    adapter = make_adapter(source, tmp_path / "adapter")
+    before = load_file(folder / "model.safetensors")
+    outs = {factor: tmp_path / f"out{factor}" for factor in (0, 1)}
+    for factor, out in outs.items():
+        changed = scaled(adapter, tmp_path / f"adapter{factor}", factor)
+        argv = ["--adapter", changed, "--out", out, "--model_name", folder, "--format", "same"]
+        assert merge(*argv) == 0
+        after = load_file(out / "model.safetensors")
+        assert {name: (value.shape, value.dtype) for name, value in after.items()} == {
+            name: (value.shape, value.dtype) for name, value in before.items()
+        }
+        assert all(torch.equal(after[name], before[name]) for name in before) == (factor == 0)
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    kind = CompressedTensorsConfig(run_compressed=False)
+    written = AutoModelForCausalLM.from_pretrained(
+        outs[1], dtype=torch.float32, quantization_config=kind
+    ).state_dict()
+    changed = [name for name in base if not torch.equal(base[name].float(), merged[name])]
+    assert len(changed) > 2
+    for name in changed:
+        error = (written[name] - merged[name]).abs()
+        assert error.norm() < (base[name] - merged[name]).norm()
+        scale = load_file(outs[1] / "model.safetensors").get(f"{name}_scale", torch.ones(1))
+        if scale.numel() == 1:
+            continue
+        # No weight is further away than half a step, which grows with the values.
+        step = scale.repeat_interleave(error.shape[1] // scale.shape[1], 1)
+        assert (error <= 0.501 * step).all()
+
+
 def test_what_cannot_stay_in_its_format_is_refused_by_name(models, tmp_path, capsys):
     source = models("llama")
     adapter = make_adapter(models("llama"), tmp_path / "adapter")
@@ -122,7 +159,10 @@ def test_what_cannot_stay_in_its_format_is_refused_by_name(models, tmp_path, cap
             "same",
         ]
         assert merge(*argv) == 2
-        assert f"is stored in {name}, not in MXFP4, NVFP4 or FP8" in capsys.readouterr().err
+        assert (
+            f"is stored in {name}, not in MXFP4, NVFP4, FP8 or integers of"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,15 @@ WRITTEN_NVFP4 = WrittenFormat(
 class Float4Format(PublishedFormat):
     """Floats of four bits in groups that share a scale."""
 
-    is_written: ClassVar[bool] = True
     group_size: ClassVar[int]
     scale_types: ClassVar[tuple[torch.dtype, ...]]
 
     is_upright: bool = False
     """Whether weights are [experts, in, out], and their codes and scales [experts, out, ..]."""
+
+    @property
+    def is_written(self) -> bool:
+        return True
 
     def layer(self, shape: tuple[int, ...]) -> E2m1Weight:
         """The quantizer's weight of this shape, which decodes and encodes."""

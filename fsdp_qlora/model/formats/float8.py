@@ -45,12 +45,15 @@ class Float8Format(PublishedFormat):
     """Floats of eight bits, E4M3 or E5M2, with scales for rows, blocks or whole matrices."""
 
     quantizer: ClassVar[str | None] = "fp8"
-    is_written: ClassVar[bool] = True
 
     scale_of: Literal["row", "matrix", "block"] | None
     """The part of a matrix that shares a scale; None if only the files' tensors tell it."""
     block: tuple[int, int] | None = None
     """A block's rows and columns."""
+
+    @property
+    def is_written(self) -> bool:
+        return True
 
     def layer_options(self) -> Mapping[str, Any] | None:
         if self.scale_of == "block":

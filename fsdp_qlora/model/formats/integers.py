@@ -19,6 +19,7 @@ from fsdp_qlora.model.formats.stored_tensors import (
     ADVICE,
     FLOAT_TYPES,
     DecodedTensor,
+    Encoded,
     Part,
     ReadStored,
     StoredWeight,
@@ -46,7 +47,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerFormat(PublishedFormat):
-    """Integers, which are only decoded."""
+    """Integers, which are not trained on as they are."""
 
     decoded_type: ClassVar[str] = "the type of their scales"
 
@@ -60,6 +61,11 @@ class IntegerFormat(PublishedFormat):
     """Whether 1 was subtracted from zero points."""
     has_zeros: bool = False
     """Whether there must be zero points."""
+
+    @property
+    def is_written(self) -> bool:
+        # The rows of a transposed matrix lie across all of it, and are not written one by one.
+        return not self.is_transposed
 
     def problem(self, weight: StoredWeight) -> str:
         return self.decode(weight).problem()
@@ -237,6 +243,29 @@ class IntegerTensor(DecodedTensor):
         # In float32, rounded once: products of 16-bit scales need more bits than they have.
         return (values * scale.float()[:, groups]).to(self.dtype)
 
+    def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
+        begin = start // self.unit
+        end = begin - (-len(values) // self.unit)
+        values = values.float().view(-1, self.shape[1])
+        scale = self._rows(read, self._scale, begin, end)
+        groups = self._groups(read, scale.shape[1])
+        zeros = torch.zeros(1, scale.shape[1])
+        if self._zero_point is not None:
+            zeros = self._rows(read, self._zero_point, begin, end)[: len(values)].float()
+        lowest = -(2 ** (self._bits - 1))
+        highest = 2 ** (self._bits - 1) - 1
+        if self._scale.shape.numel() > 1:
+            scale = _grown(scale, values, groups, (lowest - zeros, highest - zeros))
+            yield self._scale.source, begin * 32 * scale.shape[1], scale
+        # Without a scale there is nothing but the zero.
+        codes = (values / scale.float()[:, groups]).nan_to_num(0, 0, 0).round() + zeros[:, groups]
+        codes = codes.clamp_(lowest, highest).long()
+        first = begin * 32 * self._codes.shape[1]
+        if self._codes.dtype == torch.int32:
+            yield self._codes.source, first, _pack(codes - lowest, self._bits)
+        else:
+            yield self._codes.source, first, codes.to(self._codes.dtype)
+
     def _groups(self, read: ReadStored, count: int) -> torch.Tensor:
         """The group of each column, int64 [in]. count: number of groups."""
         columns = self.shape[1]
@@ -284,6 +313,36 @@ class IntegerTensor(DecodedTensor):
         # Codes and zero points are centred alike, so that differences are the same; without zero
         # points the centre is the zero.
         return values - 2 ** (self._bits - 1)
+
+
+def _grown(
+    scale: torch.Tensor,
+    values: torch.Tensor,
+    groups: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """The scales of groups, larger where values are more than half a step beyond the last code.
+
+    ends: the lowest and the highest code above the zero point. Decoded weights are rounded to 16
+    bits, by up to 2**-9, which is less than half a step. So weights that have not changed keep
+    their scales, and get their old codes.
+    """
+    lowest, highest = (end[:, groups] for end in ends)
+    per_value = torch.maximum(values / (highest + 0.5), values / (lowest - 0.5))
+    needed = torch.zeros(scale.shape).index_reduce_(1, groups, per_value, "amax")
+    return torch.where(needed > scale.float(), needed.to(scale.dtype), scale)
+
+
+def _pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of int32 words with numbers of `bits` bits, as `_unpack` reads them."""
+    rows, columns = numbers.shape
+    first_bits = torch.arange(columns) * bits
+    pairs = numbers << first_bits % 32
+    # A number may cross into the next word. The last one is padding.
+    words = numbers.new_zeros(rows, columns * bits // 32 + 1)
+    words.index_add_(1, first_bits // 32, pairs & 0xFFFFFFFF)
+    words.index_add_(1, first_bits // 32 + 1, pairs >> 32)
+    return words[:, :-1].to(torch.int32)
 
 
 def _with_ones_added(words: torch.Tensor, bits: int) -> torch.Tensor:

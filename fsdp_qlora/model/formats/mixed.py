@@ -14,7 +14,7 @@ _ANY_LINEAR = "Linear"
 
 @dataclass(frozen=True, kw_only=True)
 class MixedFormat(PublishedFormat):
-    """Formats of groups of layers. A layer has that of the group whose targets name it."""
+    """Formats of groups of layers: a layer is in its group's."""
 
     decoded_type: ClassVar[str] = "bf16 (integers: the type of their scales)"
 

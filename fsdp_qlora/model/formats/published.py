@@ -56,8 +56,6 @@ class PublishedFormat:
     """The row of QUANTIZERS that trains on the codes as they are; None: they are only decoded."""
     decoded_type: ClassVar[str] = "bf16"
     """The type of decoded weights, for people."""
-    is_written: ClassVar[bool] = False
-    """Whether weights can be rounded to the format."""
     patterns_by_transformers: ClassVar[bool] = False
     """Whether patterns of modules are regular expressions, as transformers matches them."""
 
@@ -83,6 +81,11 @@ class PublishedFormat:
     def layer_options(self) -> Mapping[str, Any] | None:
         """Arguments of the quantizer's layers; None if only the files' tensors tell them."""
         return None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether weights can be rounded to the format."""
+        return False
 
     def problem(self, weight: StoredWeight) -> str:
         """Say which of a weight's tensors the format does not have; empty if it has all."""
