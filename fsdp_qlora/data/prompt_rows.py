@@ -186,7 +186,7 @@ class PromptRows:
     def _beside(self, row: Row, *, has_images: bool) -> Row:
         """The columns for reward functions, under the names that --columns gives.
 
-        Functions get the images themselves as `IMAGES`, which is empty here.
+        Functions get the images themselves as `IMAGES`, which is an empty list here.
         """
         renames = self._text.requested.renames
         columns = {renames.get(name, name): value for name, value in row.items()}
@@ -194,7 +194,7 @@ class PromptRows:
             columns = {
                 name: value for name, value in columns.items() if name not in COLUMNS["images"]
             }
-            columns[IMAGES] = None
+            columns[IMAGES] = []
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}

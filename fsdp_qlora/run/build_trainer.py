@@ -387,8 +387,23 @@ def open_server(
         trainer.ranks,
         trainer.control,
         stops,
-        SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed),
+        sampling_options(config, plan),
         vocab_size=model.get_input_embeddings().num_embeddings,
+    )
+
+
+def sampling_options(config: TrainConfig, plan: Plan) -> SamplingOptions:
+    """How answers are sampled.
+
+    Where prompts have images, no answer has a token at which the model would look for one.
+    """
+    processor = plan.data.image_processor
+    never = processor.image_ids if processor and plan.data.have_images else ()
+    return SamplingOptions(
+        config.max_completion_length,
+        config.temperature,
+        seed=config.seed,
+        never=tuple(sorted(never)),
     )
 
 
@@ -399,7 +414,7 @@ def open_engine(
 
     adapters: folder of adapters for a server, with the beginning of their names.
     """
-    options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
+    options = sampling_options(config, plan)
     model = trainer.model
     generation = plan.generation
     if config.rollout_url:

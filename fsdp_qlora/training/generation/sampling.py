@@ -32,6 +32,8 @@ class SamplingOptions:
     """The number of most likely tokens to draw from; 0 for all."""
     plain_logps: bool = False
     """Log-probabilities are the model's own, without the temperature and limits above."""
+    never: tuple[int, ...] = ()
+    """Tokens that are not drawn."""
 
 
 class Draws:
@@ -50,6 +52,7 @@ class Draws:
     def __init__(self, options: SamplingOptions, seeds: Sequence[int]) -> None:
         self._seeds = seeds
         self._is_plain = options.plain_logps
+        self._never = [*options.never]
         temperature = float(options.temperature)
         self._is_greedy = not temperature and not self._is_plain
         # The order of transformers' own `generate`: top_p counts what temperature and top_k leave.
@@ -72,9 +75,12 @@ class Draws:
 
         logits: float32 [B, V].
         """
-        if self._is_greedy:
-            return logits.argmax(dim=-1)
         scores = logits
+        if self._never:
+            scores = logits.clone()
+            scores[:, self._never] = -torch.inf
+        if self._is_greedy:
+            return scores.argmax(dim=-1)
         for warper in self._warpers:
             # The library's warpers that are used here read no ids.
             scores = warper(None, scores)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.data.columns import ANSWERS
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
+from fsdp_qlora.training.rl.reward_images import IMAGES, NAMES, RewardImages
 from fsdp_qlora.utils.errors import RankError, RolloutError, UserError
 from fsdp_qlora.utils.processes import end_with_parent
 from fsdp_qlora.utils.redact import guard_output
@@ -31,7 +32,7 @@ log = logging.getLogger("fsdp_qlora")
 
 Batch = Mapping[str, Sequence[Any]]
 """The arguments of a reward function, a value for each answer: prompts, completions,
-completion_ids, and columns.
+completion_ids, and columns; `NAMES` instead of images.
 """
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _WORD = re.compile(
@@ -401,11 +402,14 @@ def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
         "values"; with them "error" and "places" if some values are no numbers. Else "error" alone,
         and "raised" if the function has raised it.
     """
+    arguments = dict(batch)
+    if NAMES in arguments:
+        arguments[IMAGES] = RewardImages(arguments.pop(NAMES))
     count = len(batch["completions"])
     scores = list[float | None]()
     bad = dict[int, str]()
     try:
-        result = function(**batch)
+        result = function(**arguments)
         # One can go over these, too, but they are no values in the order of the answers.
         if isinstance(result, str | bytes | bytearray | set | Mapping):
             raise TypeError(f"it returned a {type(result).__name__}, not a list of numbers")

@@ -9,6 +9,7 @@ from typing import Any
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.rl.answers import Answer
+from fsdp_qlora.training.rl.reward_images import NAMES
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.waiting import run_on_rank_0
 
@@ -59,4 +60,7 @@ def reward_arguments(answers: Sequence[Answer]) -> dict[str, list[Any]]:
     arguments["prompts"] = [answer.shown_prompt for answer in answers]
     arguments["completions"] = [answer.shown for answer in answers]
     arguments["completion_ids"] = [answer.completion.token_ids for answer in answers]
+    images = [answer.prompt.images.hex_names for answer in answers]
+    if any(images):
+        arguments[NAMES] = images
     return arguments
