@@ -153,13 +153,15 @@ def build_forward(
         rank=ranks.rank,
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
-        shares_prompts=row_kind.shares_prompts and shares_prompts(plan, schedule, probed),
         fills_up=ways_in_use().blocks == GRAPHS,
         has_teacher=row_kind.has_teacher,
         target_values=target_values,
         image_inputs=image_inputs(plan),
     )
     collator = padded_if_images_need_it(plan, probed, collator)
+    if row_kind.shares_prompts:
+        shares = shares_prompts(plan, collator.schedule, probed)
+        collator = dataclasses.replace(collator, shares_prompts=shares)
     if collator.schedule.padding:
         # It was planned before the loaded model was tried.
         set_keeps_attention(model, False)
@@ -258,9 +260,7 @@ def padded_if_images_need_it(plan: Plan, probed: Probed, collator: Collator) -> 
     data = plan.data
     if collator.schedule.padding or not data.have_images:
         return collator
-    # The rows that are tried are computed as rows of their own.
-    apart = dataclasses.replace(collator, shares_prompts=False)
-    reason = probe_images(probed, apart, _rows_with_images(data), towers_of(plan))
+    reason = probe_images(probed, collator, _rows_with_images(data), towers_of(plan))
     if reason is None:
         return collator
     if collator.has_teacher:
@@ -268,7 +268,7 @@ def padded_if_images_need_it(plan: Plan, probed: Probed, collator: Collator) -> 
             "A teacher's tokens follow the student's without padding, and with images this model "
             f"needs padding: {reason}."
         )
-    return dataclasses.replace(apart, schedule=_padded(collator.schedule, plan, reason))
+    return dataclasses.replace(collator, schedule=_padded(collator.schedule, plan, reason))
 
 
 def _rows_with_images(data: RunData) -> TokenizedRows:

@@ -1,0 +1,190 @@
+"""Runs on prompts with images, and the same steps in a plain loop of transformers' processor and
+model with PEFT's adapter.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.helpers.metrics import read_metrics
+from tests.helpers.reference import load_base
+from tests.helpers.rows import write_rows
+from tests.parity.test_images import LORA, PROCESSORS, make_multimodal, picture, png
+from tests.rollouts.runs import rollouts_of
+
+LR = 0.3
+BETA = 0.05
+STEPS = 4
+OPTIONS: dict[str, Any] = {
+    "objective": "grpo",
+    "train_type": "lora",
+    "precision": "fp32",
+    "optimizer": "sgd",
+    "lr": LR,
+    "lr_scheduler": "constant",
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 6,
+    "context_length": 256,
+    "beta": BETA,
+    "max_steps": STEPS,
+    "quant_cache": "off",
+    "shuffle": False,
+}
+SCORE = """
+def score(completions, images, **_):
+    said = [sum(map(ord, answer[-1]["content"])) % 7 / 7 for answer in completions]
+    return [value + len(shown) * shown[0].width / 100 if shown else value
+            for value, shown in zip(said, images)]
+"""
+# How the tiny chat template shows an image.
+SHOWN = {"qwen3_vl": "<|vision_start|><|image_pad|>", "gemma3": "<start_of_image>"}
+QUESTIONS = [
+    ("<image>name it<image>", [0, 1]),
+    ("write seven words", []),
+    ("<image>so?", [2]),
+    ("what is <image>", [3]),
+]
+
+
+class Asked(NamedTuple):
+    """A prompt as the processor gives it: its tokens, and the model's other arguments."""
+
+    ids: list[int]
+    others: Mapping[str, Any]
+
+
+def make_folder(folder: Path, family: str) -> Path:
+    """A tiny model with its processor, an adapter to start from, prompts and a reward function."""
+    make_multimodal(folder, family)
+    PROCESSORS[family](folder)
+    for number, image in enumerate(_pictures()):
+        (folder / f"{number}.png").write_bytes(png(image))
+    rows = []
+    for text, shown in QUESTIONS:
+        images = [f"{number}.png" for number in shown]
+        rows.append({"prompt": [{"role": "user", "content": text}], "images": images})
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "own.py").write_text(SCORE)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=LORA, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02
+    model.save_pretrained(folder / "start")
+    return folder
+
+
+def options_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        **OPTIONS,
+        "model_name": folder,
+        "adapter": folder / "start",
+        "dataset": folder / "rows.jsonl",
+        "rewards": f"{folder / 'own.py'}:score",
+        **changes,
+    }
+
+
+def _pictures() -> list[Any]:
+    return [picture(40 + 9 * number, 60 - 5 * number, seed=number) for number in range(4)]
+
+
+@functools.cache
+def asked(folder: Path, family: str) -> list[Asked]:
+    """The processor's own tokens and arguments of each prompt."""
+    processor = PROCESSORS[family](folder)
+    found = []
+    for text, numbers in QUESTIONS:
+        images = [_pictures()[number] for number in numbers]
+        shown = text.replace("<image>", SHOWN[family])
+        inputs = dict(
+            processor(
+                text=[f"<s>user:\n{shown}\nassistant:\n"],
+                images=[images] if images else None,
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
+        )
+        inputs.pop("attention_mask")
+        found.append(Asked(inputs.pop("input_ids")[0].tolist(), inputs))
+    return found
+
+
+def _logits(model: Any, prompt: Asked, completion: list[int]) -> torch.Tensor:
+    """The logits of a completion's tokens, [C, V]."""
+    ids = torch.tensor([[*prompt.ids, *completion]])
+    others = dict(prompt.others)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in others:
+            others[name] = torch.nn.functional.pad(others[name], (0, len(completion)))
+    return model(input_ids=ids, **others).logits[0, len(prompt.ids) - 1 : -1]
+
+
+def _logps(model: Any, prompt: Asked, completion: list[int]) -> torch.Tensor:
+    spread = _logits(model, prompt, completion).log_softmax(dim=-1)
+    return spread[torch.arange(len(completion)), completion]
+
+
+def plain_steps(folder: Path, family: str, output: Path) -> tuple[list[float], list[float], Any]:
+    """The losses, gradient norms and last adapter of steps on the answers of a run."""
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    model = PeftModel.from_pretrained(base, folder / "start", is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    begin = [parameter.detach().clone() for parameter in trained]
+    prompts = asked(folder, family)
+    losses = []
+    norms = []
+    for first in range(0, STEPS, 2):
+        answers = [each for each in rollouts_of(output) if each["step"] == first + 1]
+        pairs = [(prompts[each["row"] - 1], each["token_ids"]) for each in answers]
+        assert [prompt.ids for prompt, _ in pairs] == [each["prompt_ids"] for each in answers]
+        with torch.no_grad():
+            old = [_logps(model, *pair) for pair in pairs]
+            now = [parameter.clone() for parameter in trained]
+            _set(trained, begin)
+            reference = [_logps(model, *pair) for pair in pairs]
+            _set(trained, now)
+        for _ in range(2):
+            loss = 0.0
+            for number, pair in enumerate(pairs):
+                gain = answers[number]["advantage"]
+                logps = _logps(model, *pair)
+                ratio = (logps - old[number]).exp()
+                away = reference[number] - logps
+                kl = ratio * (away.exp() - away - 1)
+                clipped = ratio.clamp(0.8, 1.2) * gain
+                loss = loss + (BETA * kl - torch.minimum(ratio * gain, clipped)).sum()
+            loss = loss / sum(len(completion) for _, completion in pairs)
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+            with torch.no_grad():
+                for parameter in trained:
+                    parameter -= LR * parameter.grad
+                    parameter.grad = None
+    model.save_pretrained(output / "plain")
+    return losses, norms, load_file(output / "plain" / "adapter_model.safetensors")
+
+
+def _set(parameters: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def numbers(output: Path) -> tuple[list[float], list[float], Any]:
+    """The same of a run."""
+    adapter = load_file(output / "adapter_model.safetensors")
+    return read_metrics(output), read_metrics(output, "grad_norm"), adapter
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())

@@ -1,0 +1,55 @@
+"""Runs that learn from answers to prompts with images."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoImageProcessor
+
+from tests.helpers.run import train_ok
+from tests.rollouts.image_runs import make_folder, numbers, options_of, plain_steps
+
+pytest.importorskip("PIL.Image")
+if hasattr(AutoImageProcessor, "_backends"):
+    pytest.skip(
+        "images need torchvision with this release of transformers", allow_module_level=True
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def make(family: str) -> Path:
+        return make_folder(tmp_path_factory.mktemp(family), family)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "batch_size"),
+    [
+        # whole groups that share their prompt, and a part of a group
+        ("qwen3_vl", 1, 8),
+        ("qwen3_vl", 2, 2),
+        # rows are padded
+        ("gemma3", 1, 4),
+        pytest.param("qwen3_vl", 1, 1, marks=pytest.mark.nightly),
+        pytest.param("gemma3", 2, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_grpo_with_images_trains_as_a_plain_loop_of_peft(
+    family, ranks, batch_size, folders, tmp_path
+):
+    folder = folders(family)
+    split = {"batch_size": batch_size, "gradient_accumulation_steps": 8 // ranks // batch_size}
+    said = train_ok(ranks, tmp_path / "out", **options_of(folder, **split))
+    shares = family == "qwen3_vl" and batch_size > 1
+    assert ("A prompt is computed once for its answers" in said) == shares
+    losses, norms, adapter = numbers(tmp_path / "out")
+    expected = plain_steps(folder, family, tmp_path / "out")
+    assert losses == pytest.approx(expected[0], rel=1e-5, abs=1e-5)
+    assert norms == pytest.approx(expected[1], rel=1e-5)
+    assert adapter.keys() == expected[2].keys()
+    for name, value in adapter.items():
+        assert (value - expected[2][name]).norm() < 1e-5 * expected[2][name].norm()
