@@ -26,6 +26,7 @@ from fsdp_qlora.data.dataset_text import DatasetText
 from fsdp_qlora.data.prompts import Prompt
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.preferences import OTHER_IMAGES
 from fsdp_qlora.data.text.recognition import IGNORE
 from fsdp_qlora.data.text.rendering import Renderer, as_shown, over_workers
 from fsdp_qlora.data.text.template_kwargs import read_kwargs
@@ -161,7 +162,7 @@ class PromptRows:
         if row.for_teacher is not None:
             for_teacher = renderer.prompt(row.for_teacher, worker)
             if for_teacher.images != prompt.images:
-                raise BadRow("images: the teacher's prompt shows others than the student's")
+                raise BadRow(OTHER_IMAGES)
         return RenderedPrompt(prompt, for_teacher)
 
     def _encode(self, row_number: int, row: ReadPrompt, rendered: RenderedPrompt) -> Prompt:

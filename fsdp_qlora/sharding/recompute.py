@@ -214,18 +214,24 @@ class ReferencePass:
 
     A teacher has tokens of its own: they follow the student's in one row
     (data/batches/micro_batch.py). Its hidden states do so before the first and after the last
-    block, and between them each has its own.
+    block, and between them each has its own, but for `joins_teacher`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
         self._hidden: torch.Tensor | None = None
+        self._joins_teacher = False
         # id of the policy's mapping -> the reference's copy of it, for one pass
         self._mappings: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def beside_policy(self) -> Iterator[None]:
-        """Make the model return [2 * B, T, H] in the block: the policy, then the reference."""
+    def beside_policy(self, *, joins_teacher: bool = False) -> Iterator[None]:
+        """Make the model return [2 * B, T, H] in the block: the policy, then the reference.
+
+        joins_teacher: whether a teacher's hidden states are behind the student's between blocks,
+            too, where the model adds features of images to those of all tokens.
+        """
+        self._joins_teacher = joins_teacher
         handles = []
         for block in self._adapted:
             block.follow = self._follow
@@ -272,6 +278,8 @@ class ReferencePass:
             self._mappings = {}
             # A teacher's tokens are in the same row as the student's, behind them.
             states = torch.cat([states, reference], 1 if has_teacher else 0)
+        elif has_teacher and self._joins_teacher:
+            states = torch.cat([states, reference], 1)
         else:
             self._hidden = reference
             if not has_teacher:

@@ -3,7 +3,6 @@ model with PEFT's adapter.
 """
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.helpers.metrics import read_metrics
 from tests.helpers.reference import load_base
-from tests.helpers.rows import write_rows
+from tests.helpers.rows import read_rows, write_rows
 from tests.parity.test_images import LORA, PROCESSORS, make_multimodal, picture, png
 from tests.rollouts.runs import rollouts_of
 
@@ -84,7 +83,7 @@ def make_folder(folder: Path, family: str) -> Path:
 
 
 def options_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
+    options = {
         **OPTIONS,
         "model_name": folder,
         "adapter": folder / "start",
@@ -92,6 +91,7 @@ def options_of(folder: Path, **changes: Any) -> dict[str, Any]:
         "rewards": f"{folder / 'own.py'}:score",
         **changes,
     }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _pictures() -> list[Any]:
@@ -99,8 +99,9 @@ def _pictures() -> list[Any]:
 
 
 @functools.cache
-def asked(folder: Path, family: str) -> list[Asked]:
+def asked(folder: Path, family: str, system: str = "") -> list[Asked]:
     """The processor's own tokens and arguments of each prompt."""
+    before = f"system:\n{system}\n" if system else ""
     processor = PROCESSORS[family](folder)
     found = []
     for text, numbers in QUESTIONS:
@@ -108,7 +109,7 @@ def asked(folder: Path, family: str) -> list[Asked]:
         shown = text.replace("<image>", SHOWN[family])
         inputs = dict(
             processor(
-                text=[f"<s>user:\n{shown}\nassistant:\n"],
+                text=[f"<s>{before}user:\n{shown}\nassistant:\n"],
                 images=[images] if images else None,
                 add_special_tokens=False,
                 return_tensors="pt",
@@ -164,15 +165,20 @@ def plain_steps(folder: Path, family: str, output: Path) -> tuple[list[float], l
                 clipped = ratio.clamp(0.8, 1.2) * gain
                 loss = loss + (BETA * kl - torch.minimum(ratio * gain, clipped)).sum()
             loss = loss / sum(len(completion) for _, completion in pairs)
-            loss.backward()
-            losses.append(loss.item())
-            norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
-            with torch.no_grad():
-                for parameter in trained:
-                    parameter -= LR * parameter.grad
-                    parameter.grad = None
+            _update(trained, loss, losses, norms)
     model.save_pretrained(output / "plain")
     return losses, norms, load_file(output / "plain" / "adapter_model.safetensors")
+
+
+def _update(trained: list[Any], loss: Any, losses: list[float], norms: list[float]) -> None:
+    """A step of SGD, which is noted."""
+    loss.backward()
+    losses.append(loss.item())
+    norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+    with torch.no_grad():
+        for parameter in trained:
+            parameter -= LR * parameter.grad
+            parameter.grad = None
 
 
 def _set(parameters: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -186,5 +192,54 @@ def numbers(output: Path) -> tuple[list[float], list[float], Any]:
     return read_metrics(output), read_metrics(output, "grad_norm"), adapter
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+# --- self-distillation ---
+
+SYSTEM = "be brief and blue"
+DISTILLED: dict[str, Any] = {
+    "beta": 0.0,
+    "num_generations": None,
+    "num_iterations": None,
+    "rewards": None,
+    "max_steps": 2,
+    "num_epochs": 2,
+}
+
+
+def write_taught(folder: Path) -> Path:
+    """Rows with a teacher's system prompt and an answer."""
+    rows = read_rows(folder / "rows.jsonl")
+    for number, row in enumerate(rows, start=1):
+        answer = {"role": "assistant", "content": "red river " * number}
+        row |= {"teacher_system": SYSTEM, "completion": [answer]}
+    return write_rows(folder / "taught.jsonl", rows)
+
+
+def distilled_steps(
+    folder: Path, family: str, output: Path, answers: list[list[list[int]]]
+) -> tuple[list[float], list[float], Any]:
+    """As `plain_steps`, of KL(teacher || student). answers: the tokens of each step and row."""
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    model = PeftModel.from_pretrained(base, folder / "start", is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    begin = [parameter.detach().clone() for parameter in trained]
+    students = asked(folder, family)
+    teachers = asked(folder, family, SYSTEM)
+    losses = []
+    norms = []
+    for of_step in answers:
+        with torch.no_grad():
+            now = [parameter.clone() for parameter in trained]
+            _set(trained, begin)
+            expected = [
+                _logits(model, *pair).log_softmax(dim=-1)
+                for pair in zip(teachers, of_step, strict=True)
+            ]
+            _set(trained, now)
+        loss = 0.0
+        for pair, target in zip(zip(students, of_step, strict=True), expected, strict=True):
+            away = target - _logits(model, *pair).log_softmax(dim=-1)
+            loss = loss + (target.exp() * away).sum()
+        loss = loss / sum(map(len, of_step))
+        _update(trained, loss, losses, norms)
+    model.save_pretrained(output / "plain")
+    return losses, norms, load_file(output / "plain" / "adapter_model.safetensors")

@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.helpers.run import train_ok
-from tests.rollouts.image_runs import make_folder, numbers, options_of, plain_steps
+from tests.rollouts.image_runs import (
+    DISTILLED,
+    distilled_steps,
+    make_folder,
+    numbers,
+    options_of,
+    plain_steps,
+    write_taught,
+)
+from tests.rollouts.runs import rollouts_of
 
 pytest.importorskip("PIL.Image")
 if hasattr(AutoImageProcessor, "_backends"):
@@ -46,10 +55,33 @@ def test_grpo_with_images_trains_as_a_plain_loop_of_peft(
     said = train_ok(ranks, tmp_path / "out", **options_of(folder, **split))
     shares = family == "qwen3_vl" and batch_size > 1
     assert ("A prompt is computed once for its answers" in said) == shares
-    losses, norms, adapter = numbers(tmp_path / "out")
-    expected = plain_steps(folder, family, tmp_path / "out")
-    assert losses == pytest.approx(expected[0], rel=1e-5, abs=1e-5)
+    check_as_plain(tmp_path / "out", plain_steps(folder, family, tmp_path / "out"))
+
+
+def check_as_plain(output: Path, expected: tuple[list[float], list[float], Any]) -> None:
+    losses, norms, adapter = numbers(output)
+    assert len(losses) > 1 and losses == pytest.approx(expected[0], rel=1e-5, abs=1e-5)
     assert norms == pytest.approx(expected[1], rel=1e-5)
     assert adapter.keys() == expected[2].keys()
     for name, value in adapter.items():
         assert (value - expected[2][name]).norm() < 1e-5 * expected[2][name].norm()
+
+
+@pytest.mark.parametrize("objective", ["distill", "distill_on_policy"])
+def test_self_distillation_with_images_trains_as_a_plain_loop(objective, folders, tmp_path):
+    folder = folders("qwen3_vl")
+    longest = None if objective == "distill" else 6
+    changes = {"objective": objective, "max_completion_length": longest, **DISTILLED}
+    split = {"batch_size": 2, "dataset": write_taught(folder)}
+    train_ok(2, tmp_path / "out", **options_of(folder, **changes, **split))
+    if objective == "distill":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        texts = [f"{'red river ' * number}</s>\n" for number in range(1, 5)]
+        of_step = [tokenizer(text, add_special_tokens=False)["input_ids"][:-1] for text in texts]
+        answers = [of_step] * 2
+    else:
+        lines = sorted(rollouts_of(tmp_path / "out"), key=lambda line: (line["step"], line["row"]))
+        tokens = [line["token_ids"] for line in lines]
+        answers = [tokens[:4], tokens[4:]]
+    expected = distilled_steps(folder, "qwen3_vl", tmp_path / "out", answers)
+    check_as_plain(tmp_path / "out", expected)

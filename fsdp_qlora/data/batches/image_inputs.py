@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_qlora.data.batches.micro_batch import MicroBatch
+from fsdp_qlora.data.batches.micro_batch import BESIDE, MicroBatch
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 
 Outputs = Mapping[str, torch.Tensor]
+_LENGTHS_OF_TEACHER = f"{BESIDE}document_lengths"
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,12 @@ class ImageInputs:
         Args:
             rows: of the micro-batch, in its order. Each of their documents shows all of the row's
                 images.
-            batch: of these rows, all of their tokens. Its own tokens are the model's.
+            batch: of these rows, all of their tokens. Its own tokens are the model's. A teacher's
+                documents may be behind the others.
         """
         outputs = self._outputs(table, rows)
+        if _LENGTHS_OF_TEACHER in batch.documents:
+            outputs += outputs
         if not any(outputs):
             return {}, batch.documents
         computed = [
@@ -86,7 +90,7 @@ class ImageInputs:
         described = batch.documents
         # Of all T tokens: a position follows from those before it in its document.
         places = described.get("places", slice(None))
-        lengths = described["document_lengths"]
+        lengths = [*described["document_lengths"], *described.get(_LENGTHS_OF_TEACHER, ())]
         tokens = batch.input_ids[:, places].split(lengths, dim=1)
         # [1, 1, L] of each document: text has the same position on all axes
         parts = [*described["position_ids"][None, :, places].split(lengths, dim=2)]

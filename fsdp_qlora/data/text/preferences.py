@@ -30,6 +30,7 @@ from fsdp_qlora.data.content import (
 )
 from fsdp_qlora.data.text import chats
 
+OTHER_IMAGES = "images: the teacher's prompt shows others than the student's"
 # Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the
 # sign before it.
 _LETTER = r"[^\W\u0e00-\U0010ffff]|['’]"
@@ -83,11 +84,12 @@ def read_pair(row: Row) -> PreferenceRow:
 
 
 def read_with_teacher(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
-    """A row as the student sees it, and `for_teacher`. Raises BadRow."""
-    sides = [read(row), read(for_teacher(row, asked))]
-    if row.get("images") or any(isinstance(side, Chat) and side.images for side in sides):
-        raise BadRow("images: a teacher's prompts can be of text alone")
-    return PreferenceRow(sides)
+    """A row as the student sees it, and `for_teacher`, with the same images. Raises BadRow."""
+    student, teacher = (read(row), read(for_teacher(row, asked)))
+    shown = [side.images if isinstance(side, Chat) else () for side in (student, teacher)]
+    if shown[0] != shown[1]:
+        raise BadRow(OTHER_IMAGES)
+    return PreferenceRow([student, teacher])
 
 
 def for_teacher(row: Row, asked: str) -> Row:
