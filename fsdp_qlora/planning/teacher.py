@@ -90,7 +90,10 @@ def plan_teacher(
         UserError: it cannot be planned, has another tokenizer, or rows have images.
     """
     if data.have_images:
-        raise UserError("--teacher: rows with images can only be trained with --objective sft.")
+        raise UserError(
+            "--teacher: another model teaches on text alone, and some rows have images. Leave out "
+            "--teacher, so that the model itself teaches by teacher_prompt or teacher_system."
+        )
     teacher_options = teacher_config(config)
     store = dist.PrefixStore(TEACHER, store) if store else None
     log.info("%s", fit_line("Teacher: ", config.teacher or ""))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoImageProcessor, AutoTokenizer
 
+from tests.chaos.harness import adapter, run
 from tests.helpers.run import train_ok
 from tests.rollouts.image_runs import (
     DISTILLED,
@@ -18,6 +19,7 @@ from tests.rollouts.image_runs import (
     write_taught,
 )
 from tests.rollouts.runs import rollouts_of
+from tests.rollouts.test_runs import kill_at
 
 pytest.importorskip("PIL.Image")
 if hasattr(AutoImageProcessor, "_backends"):
@@ -59,11 +61,11 @@ def test_grpo_with_images_trains_as_a_plain_loop_of_peft(
 
 
 def check_as_plain(output: Path, expected: tuple[list[float], list[float], Any]) -> None:
-    losses, norms, adapter = numbers(output)
+    losses, norms, trained = numbers(output)
     assert len(losses) > 1 and losses == pytest.approx(expected[0], rel=1e-5, abs=1e-5)
     assert norms == pytest.approx(expected[1], rel=1e-5)
-    assert adapter.keys() == expected[2].keys()
-    for name, value in adapter.items():
+    assert trained.keys() == expected[2].keys()
+    for name, value in trained.items():
         assert (value - expected[2][name]).norm() < 1e-5 * expected[2][name].norm()
 
 
@@ -85,3 +87,32 @@ def test_self_distillation_with_images_trains_as_a_plain_loop(objective, folders
         answers = [tokens[:4], tokens[4:]]
     expected = distilled_steps(folder, "qwen3_vl", tmp_path / "out", answers)
     check_as_plain(tmp_path / "out", expected)
+
+
+def test_grpo_with_images_in_16_bits_is_near_the_plain_loop(folders, tmp_path):
+    folder = folders("qwen3_vl")
+    split = {"batch_size": 4, "gradient_accumulation_steps": 1, "precision": "bf16"}
+    train_ok(2, tmp_path / "out", **options_of(folder, **split))
+    losses, norms, _ = numbers(tmp_path / "out")
+    expected = plain_steps(folder, "qwen3_vl", tmp_path / "out")
+    # The first loss of a generation is about 0.
+    assert losses == pytest.approx(expected[0], abs=0.02)
+    assert norms == pytest.approx(expected[1], rel=0.02)
+
+
+def test_a_killed_run_with_images_gives_the_same_bytes(folders, tmp_path):
+    options = options_of(folders("qwen3_vl"), batch_size=2, gradient_accumulation_steps=2)
+    options["save_every"] = 1
+    run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "reference")
+    out = tmp_path / "out"
+    # While the second generation is written, and in the second step of it.
+    for number, (phase, count) in enumerate((("rows", 14), ("update", 3))):
+        killed = {"fault": kill_at, "arguments": (phase, count)}
+        run({**options, "output_dir": out}, tmp_path / str(number), [-9, -9], **killed)
+    run({**options, "output_dir": out}, tmp_path / "last")
+    lines = rollouts_of(out)
+    assert {len(line.get("images", ())) for line in lines} == {0, 1, 2}
+    assert (out / "rollouts.jsonl").read_bytes() == (
+        tmp_path / "whole" / "rollouts.jsonl"
+    ).read_bytes()
+    assert adapter(out) == adapter(tmp_path / "whole")
