@@ -123,8 +123,8 @@ def _tower_errors(c: TrainConfig) -> Iterator[str]:
     words = ",".join(name for name in c.lora_target_modules if name in TOWERS)
     if words and c.objective != "sft":
         yield (
-            f"--lora_target_modules {words}: layers that compute images train on rows with images, "
-            f"which --objective {c.objective} does not take. Leave the words out."
+            f"--lora_target_modules {words}: layers that compute images train with --objective sft "
+            f"alone, and not with {c.objective}. Leave the words out."
         )
     if words and c.kind.adapter == "dora":
         yield (
