@@ -159,9 +159,8 @@ def build_forward(
         image_inputs=image_inputs(plan),
     )
     collator = padded_if_images_need_it(plan, probed, collator)
-    if row_kind.shares_prompts:
-        shares = shares_prompts(plan, collator.schedule, probed)
-        collator = dataclasses.replace(collator, shares_prompts=shares)
+    shares = row_kind.shares_prompts and shares_prompts(plan, collator.schedule, probed)
+    collator = dataclasses.replace(collator, shares_prompts=shares)
     if collator.schedule.padding:
         # It was planned before the loaded model was tried.
         set_keeps_attention(model, False)

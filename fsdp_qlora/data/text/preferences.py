@@ -85,11 +85,11 @@ def read_pair(row: Row) -> PreferenceRow:
 
 def read_with_teacher(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
     """A row as the student sees it, and `for_teacher`, with the same images. Raises BadRow."""
-    student, teacher = (read(row), read(for_teacher(row, asked)))
-    shown = [side.images if isinstance(side, Chat) else () for side in (student, teacher)]
+    sides = [read(row), read(for_teacher(row, asked))]
+    shown = [side.images if isinstance(side, Chat) else () for side in sides]
     if shown[0] != shown[1]:
         raise BadRow(OTHER_IMAGES)
-    return PreferenceRow([student, teacher])
+    return PreferenceRow(sides)
 
 
 def for_teacher(row: Row, asked: str) -> Row:
