@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.training.rl.ahead import Ahead, versions_of_checkpoints
+from fsdp_qlora.training.rl.engine import PromptTokens
 from fsdp_qlora.training.rl.server_engine import ServerEngine
 from fsdp_qlora.utils.errors import RolloutError, RunStopped
 from tests.chaos.harness import Job, adapter, ended, finish, numbers, wait_for
@@ -35,7 +36,7 @@ def ahead_of(engine: ServerEngine, needed: set[int] | None = None) -> Ahead:
     """Of a run of LAST + 1 generations, each with the same prompts."""
     return Ahead(
         engine,
-        lambda generation: PROMPTS if generation <= LAST else [],
+        lambda generation: PromptTokens.of(PROMPTS if generation <= LAST else [], None),
         lambda: needed or set(),
     )
 
