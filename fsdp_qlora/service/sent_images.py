@@ -64,7 +64,7 @@ NO_SENT_IMAGES = SequenceImages()
 
 @dataclass(frozen=True, eq=False)
 class BaseImages:
-    """What a base makes of images.
+    """How a base reads images.
 
     Args:
         processor: of the base; None if it takes no images.

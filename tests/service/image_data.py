@@ -1,5 +1,7 @@
 """A tiny model for images, data with images as the client sends them, and PEFT's loop on them."""
 
+import inspect
+import io
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +14,15 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.parity.test_images import picture, png, qwen3_vl
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from tests.parity.test_images import Image, picture, png, qwen3_vl
 from tests.parity.test_multimodal import make_multimodal
 from tests.service.harness import Plain
 
 # Tokens of text, below those that stand for images.
 _TEXT = 300
+# Arguments that say which tokens stand for images.
+_KINDS = ("mm_token_type_ids", "token_type_ids")
 
 
 def make_image_model(folder: Path) -> Path:
@@ -130,11 +135,61 @@ class PlainWithImages(Plain):
         return likely[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0], likely
 
 
+class Alone:
+    """A base that computes each sequence alone, with the arguments of the library's processor.
+
+    An adapter of the service changes nothing at first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self._shown: dict[bytes, Any] = {}
+        self.processor = ImageProcessor(folder, folder.name, self._shown.__getitem__)
+
+    def datum(self, seed: int, num_images: int) -> types.Datum:
+        """Text with images, whose next tokens are its targets."""
+        numbers = np.random.default_rng(seed)
+        chunks: list[Any] = [types.EncodedTextChunk(tokens=_text(numbers, 3 + seed))]
+        for index in range(num_images):
+            image = picture(40 + 7 * seed, 60 - 3 * index, 10 * seed + index)
+            [ids], _ = self.processor.tokens_for([image])
+            content = png(image)
+            self._shown[content] = image
+            chunks += [
+                types.ImageChunk(data=content, format="png", expected_tokens=len(ids)),
+                types.EncodedTextChunk(tokens=_text(numbers, 4 + index)),
+            ]
+        targets = [*self._tokens(chunks)[1:], 7]
+        return types.Datum(
+            model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": targets}
+        )
+
+    @torch.no_grad()
+    def logprobs(self, datum: types.Datum) -> Tensor:
+        chunks = datum.model_input.chunks
+        tokens = torch.tensor([self._tokens(chunks)])
+        names = [chunk.data for chunk in chunks if isinstance(chunk, types.ImageChunk)]
+        taken = inspect.signature(type(self.model).forward).parameters
+        kinds = {name: torch.zeros_like(tokens) for name in _KINDS if name in taken}
+        if names:
+            kinds = self.processor.model_inputs([self.processor.outputs_of(names)], tokens, taken)
+        logits = self.model(input_ids=tokens, **kinds).logits[0]
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch()
+        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def _tokens(self, chunks: Sequence[Any]) -> list[int]:
+        ids = list[int]()
+        for chunk in chunks:
+            if isinstance(chunk, types.ImageChunk):
+                ids += self.processor.tokens_for([self._shown[chunk.data]])[0][0]
+            else:
+                ids += chunk.tokens
+        return ids
+
+
 def opened(chunk: types.ImageChunk) -> Any:
-    import io
-
-    from PIL import Image
-
     return Image.open(io.BytesIO(chunk.data)).convert("RGB")
 
 

@@ -10,10 +10,11 @@ import tinker
 import torch
 from tinker import RequestFailedError, types
 
+from tests.parity.test_image_rows import FAMILIES, make_family
 from tests.parity.test_images import Image  # which skips these, too, where images cannot be read
 from tests.rollouts.lora_server import LoraServer
 from tests.service.harness import Service, assert_equal, logprobs_of, on_two_ranks
-from tests.service.image_data import Pictures, PlainWithImages, make_image_model
+from tests.service.image_data import Alone, Pictures, PlainWithImages, make_image_model
 
 pytestmark = pytest.mark.slow
 PARAMS = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=1.0)
@@ -187,3 +188,19 @@ def test_ranks_answer_prompts_with_images_where_a_server_draws_others(tmp_path):
             assert sampler.sample(text, 1, options).result().sequences[0].logprobs == [-1.0]
         finally:
             service.end()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3_vl", "qwen2_5_vl", "mistral3"}))
+def test_data_with_images_have_the_logprobs_of_transformers(family, tmp_path):
+    (tmp_path / "model").mkdir()
+    model = make_family(tmp_path / "model", family)
+    alone = Alone(model)
+    data = [alone.datum(row, num_images) for row, num_images in enumerate((2, 0, 1, 1, 0))]
+    service = Service(model, tmp_path / "folder", 2, context_length=256)
+    try:
+        client = service.trainer(rank=2)
+        found = logprobs_of(client.forward(data, "cross_entropy").result())
+        assert_equal(found, [alone.logprobs(datum) for datum in data])
+    finally:
+        service.end()
