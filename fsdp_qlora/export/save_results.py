@@ -132,6 +132,7 @@ def _as_served(
     """Name the adapters of experts as the base's weight files do, for vLLM of August 2026.
 
     If the base's files hold each expert's matrices, vLLM ignores PEFT's 3-D adapters (vllm#41754).
+    If they hold all experts in one tensor, it needs adapters of both tensors.
     """
     state = dict(state)
     config = copy.copy(config)
@@ -139,6 +140,7 @@ def _as_served(
         if not isinstance(module, LoraExperts):
             continue
         prefix = canonical_name(path)
+        is_fused = False
         # PEFT wraps one parameter after the other, so the last one is outermost in its file.
         for index, (name, lora) in enumerate(reversed([*module.lora.items()])):
             assert isinstance(lora, ExpertsLora)
@@ -146,6 +148,7 @@ def _as_served(
             keys = [f"{wrapper}.lora_{factor}.weight" for factor in "AB"]
             split = _split_experts(model, f"{prefix}.{name}", lora.num_experts, state, keys)
             if split is None:
+                is_fused = True
                 continue
             leaves = {path.rpartition(".")[2] for path in split}
             for key in keys:
@@ -155,7 +158,35 @@ def _as_served(
                     state[f"{PREFIX}{path_of_part}.lora_{factor}.weight"] = value
             config.target_modules = {*(config.target_modules or ()), *leaves}
             config.target_parameters = None
+        if is_fused:
+            _complete_pair(module, f"{PREFIX}{prefix}", state)
     return state, config
+
+
+def _complete_pair(module: LoraExperts, wrapper: str, state: dict[str, torch.Tensor]) -> None:
+    """Add zeros for the one of two parameters of experts that has no adapter.
+
+    vLLM takes the outer adapter for that of the second parameter and the inner one for that of the
+    first, and fails without both.
+
+    wrapper: the outer adapter's name in `state`.
+    """
+    pair = ("gate_up_proj", "down_proj")
+    missing = [name for name in pair if name not in module.lora]
+    if len(missing) != 1 or not all(hasattr(module.base_layer, name) for name in pair):
+        return
+    (given,) = module.lora.values()
+    assert isinstance(given, ExpertsLora)
+    zero = module.new_adapter(missing[0], given.lora_A.out_features // given.num_experts)
+    inner = f"{wrapper}.base_layer"
+    place = inner if missing[0] == pair[0] else wrapper
+    for factor in "AB":
+        outer_key = f"{wrapper}.lora_{factor}.weight"
+        if place == wrapper:
+            state[f"{inner}.lora_{factor}.weight"] = state.pop(outer_key)
+        shape = getattr(zero, f"lora_{factor}").weight.shape
+        dtype = next(iter(state.values())).dtype
+        state[f"{place}.lora_{factor}.weight"] = torch.zeros(shape, dtype=dtype)
 
 
 def _split_experts(

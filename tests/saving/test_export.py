@@ -228,3 +228,43 @@ def test_vllm_gets_each_expert_under_its_name_in_the_files(family, models, tmp_p
         )
         changed += bool(update.norm() > 1e-3)
     assert changed > len(experts) / 2
+
+
+@pytest.mark.parametrize(
+    "name", ["down_proj", pytest.param("gate_up_proj", marks=pytest.mark.slow)]
+)
+def test_vllm_gets_adapters_of_both_tensors_of_fused_experts(name, models, tmp_path):
+    base = models("gpt_oss", **FAMILIES["gpt_oss"])
+    run = tmp_path / "run"
+    train_ok(
+        1,
+        model_name=base,
+        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        train_type="lora",
+        lora_target_parameters=f"experts.{name}",
+        lr=1e-2,
+        lora_rank=4,
+        output_dir=run,
+        max_steps=3,
+        batch_size=2,
+        precision="fp32",
+    )
+    served = tmp_path / "served"
+    merged = tmp_path / "merged"
+    assert main(["export", str(run), "--for", "vllm", "--out", str(served)]) == 0
+    assert main(["merge", "--adapter", str(run), "--out", str(merged), "--dtype", "fp32"]) == 0
+    adapter = load_file(served / "adapter_model.safetensors")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, merged))
+    config = json.loads((served / "adapter_config.json").read_text())
+    experts = "model.layers.0.mlp.experts"
+    # As vLLM reads them (`_stack_moe_lora_weights`): the inner adapter is that of gate and up.
+    for parameter, wrapper in (("gate_up_proj", f"{experts}.base_layer"), ("down_proj", experts)):
+        lora_A, lora_B = (
+            adapter[f"base_model.model.{wrapper}.lora_{factor}.weight"] for factor in "AB"
+        )
+        lora_A = lora_A.reshape(4, -1, lora_A.shape[1])
+        lora_B = lora_B.reshape(len(lora_B), -1, 4).permute(2, 0, 1)
+        update = (lora_B @ lora_A).mT * config["lora_alpha"] / config["r"]
+        changed = after[f"{experts}.{parameter}"] - before[f"{experts}.{parameter}"]
+        torch.testing.assert_close(update, changed, atol=1e-6, rtol=0)
+        assert bool(changed.norm() > 1e-3) == (parameter == name)

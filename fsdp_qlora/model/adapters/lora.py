@@ -325,15 +325,19 @@ class LoraExperts(nn.Module):
         self.scaling = scaling
         # PEFT takes the parameters of a module without this attribute as [experts, out, in],
         # whatever they are.
-        transposed = bool(getattr(base_layer, "is_transposed", False))
-        self.swaps = transposed != is_transposed(base_layer)
+        self.transposed = bool(getattr(base_layer, "is_transposed", False))
+        self.swaps = self.transposed != is_transposed(base_layer)
         self.start: nn.ModuleDict | None = None
         self.lora = nn.ModuleDict()
         for name in names:
-            parameter = getattr(base_layer, name)
-            # A quantized one may be stored in another shape.
-            shape = getattr(parameter, "parameter_shape", parameter.shape)
-            self.lora[name] = ExpertsLora(shape, transposed=transposed, rank=rank)
+            self.lora[name] = self.new_adapter(name, rank)
+
+    def new_adapter(self, name: str, rank: int) -> ExpertsLora:
+        """An adapter on the meta device for a parameter of the experts."""
+        parameter = getattr(self.base_layer, name)
+        # A quantized one may be stored in another shape.
+        shape = getattr(parameter, "parameter_shape", parameter.shape)
+        return ExpertsLora(shape, transposed=self.transposed, rank=rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()
