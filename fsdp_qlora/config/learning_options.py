@@ -55,7 +55,7 @@ class LearningOptions:
     """Passes over the dataset."""
     max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1
     """Number of optimizer steps after which the run ends, earlier starts included; -1 runs all
-    epochs.
+    epochs. Of a dataset that has many more rows than the steps take, a part is read.
     """
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or decreasing to 0 after the last step."""

@@ -66,7 +66,7 @@ class TrainOptions(TypedDict, total=False):
     num_epochs: int
     "Passes over the dataset."
     max_steps: int
-    "Number of optimizer steps after which the run ends, earlier starts included; -1 runs all epochs."
+    "Number of optimizer steps after which the run ends, earlier starts included; -1 runs all epochs. Of a dataset that has many more rows than the steps take, a part is read."
     lr_scheduler: Literal['constant', 'linear', 'cosine']
     "Learning rate after the warm-up: constant, or decreasing to 0 after the last step."
     warmup: int | float

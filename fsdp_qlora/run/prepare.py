@@ -139,14 +139,16 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     model = LearningModel(config.model_name, folder, tokenizer)
     picked = pick_data(config, tools=setup.tools)
-    # Ranks that cannot be divided so are refused where they train.
-    data_size = max(1, Machine.of(config, ranks).world_size // config.context_size)
+    needed = None
+    if config.max_steps > 0:
+        data_size = Machine.of(config, ranks).data_size(config.context_size)
+        needed = needed_of(config, decisions, data_size)
     data = read_rows(
         tokenizer,
         options_for(picked, model, keeps_template=decisions.fills_template),
         vocab_size=len(tokenizer),
         longest=most_positions(model_config),
-        needed=needed_of(config, decisions, data_size),
+        needed=needed,
     )
     sides = ("student", "teacher") if config.objective == "distill" else ()
     # NO_COLOR turns colours off: https://no-color.org.

@@ -21,6 +21,7 @@ import pyarrow.parquet
 import pytest
 from tqdm import tqdm
 
+from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import row_reader, taken_rows
 from fsdp_qlora.data.batches import pieces, tokenization
@@ -29,9 +30,10 @@ from fsdp_qlora.data.sources import places
 from fsdp_qlora.data.sources.places import at_places
 from fsdp_qlora.data.sources.source import find_source, place_after
 from fsdp_qlora.data.taken_rows import NeededRows
-from fsdp_qlora.planning.reading import pick_data
+from fsdp_qlora.planning.reading import earlier_run, pick_data
 from fsdp_qlora.planning.run_rows import make_schedule, needed_rows
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.run_files import RUN
 from tests.data.conftest import SharedWorker
 from tests.data.rows import TOKENIZER
 from tests.data.test_going_on import SOURCES, told
@@ -342,3 +344,36 @@ def test_rows_that_come_in_turns_are_met_alike(kind, turns, tmp_path):
     counts = np.bincount(found, minlength=turns)
     assert len(found) == pytest.approx(2000, rel=0.05)
     assert counts.min() > 0.7 * counts.mean() and counts.max() < 1.3 * counts.mean()
+
+
+def test_a_start_that_may_continue_a_run_takes_what_it_took(tmp_path):
+    run, step, other, before = (tmp_path / name for name in ("run", "step", "other", "before"))
+    part = [{"share": 0.25, "first": None}]
+    old = {"options": {"dataset": ["a.jsonl"], "max_steps": 6}}
+    record = {**old, "taken": part}
+    for folder, name, content in (
+        (run, RUN, record),
+        (step, STATE, {"about": record}),
+        (before, RUN, old),
+    ):
+        folder.mkdir()
+        (folder / name).write_text(json.dumps(content))
+
+    def kept(output_dir: Path, **given: Any) -> Any:
+        usual = {"dataset": ("a.jsonl",), "max_steps": 6}
+        config = TrainConfig(output_dir=str(output_dir), **{**usual, **given})
+        return earlier_run(config).decisions().taken
+
+    assert kept(run) == kept(other, resume=str(run)) == kept(other, resume=str(step)) == part
+    assert kept(run, dry_run=True) == kept(run, resume="auto:replace") == part
+    assert kept(before) == [] and kept(other) is None and kept(run, resume="off") is None
+    # Another run, which replaces it or is refused.
+    assert kept(run, max_steps=7) is None
+    assert kept(run, resume="auto:replace", dataset=("b.jsonl",)) is None
+
+
+def test_rows_of_a_run_that_would_be_too_few_for_another_are_said(read, large, caplog):
+    part = read(large("rows.jsonl")).provenance["taken"]
+    with pytest.raises(AssertionError):
+        read(large("rows.jsonl"), taken=part, max_steps=1000)
+    assert said(caplog, "a run that begins anew on these ranks would end earlier")

@@ -19,8 +19,8 @@ from fsdp_qlora.data.sources.source import Source
 
 # The rows of a run: a part of a dataset that is a thousandth of it is met once.
 NUM_PLACES = 1000
-# Lines are counted at so many places, in so many bytes together; in more, up to a limit, where these
-# have fewer rows.
+# Lines are counted at so many places, in so many bytes together; in more, up to a limit, where
+# these have fewer rows.
 _PLACES_COUNTED = 100
 _BYTES_COUNTED = 2**22
 _ROWS_COUNTED = 2000
@@ -30,7 +30,7 @@ _SHORTEST = 2
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def spread(num_places: int) -> list[float]:
+def golden_places(num_places: int) -> list[float]:
     """Where ranges begin in equal sections, from 0, the section's beginning, to 1, its end.
 
     Multiples of the golden ratio fill sections evenly. Rows may come in turns, and ranges at equal
@@ -49,9 +49,9 @@ def ranges_at_places(
 
     Args:
         share: of the content that is read.
-        places: where the range begins in each of equal sections of the content, as of `spread`. At
-            the end of the section it goes on at the beginning, so that each row is as likely as
-            another.
+        places: where the range begins in each of equal sections of the content, as of
+            `golden_places`. At the end of the section it goes on at the beginning, so that each row
+            is as likely as another.
         bounds: where the content begins and ends that counts, as shares of all of it.
     """
     size = sum(part.size for part in parts)
@@ -109,7 +109,7 @@ def about_rows(source: Source, least: int) -> int:
         return most
     share = min(1.0, _BYTES_COUNTED / size)
     while True:
-        ranges = ranges_at_places(lines, share, spread(_PLACES_COUNTED))
+        ranges = ranges_at_places(lines, share, golden_places(_PLACES_COUNTED))
         count = sum(map(_count, lines, ranges))
         if count >= _ROWS_COUNTED or share == 1.0 or share * size > _MOST_COUNTED:
             return known + round(count / share)
@@ -134,7 +134,7 @@ def at_places(source: Source, share: float) -> Source:
         content = json.dumps([source.fingerprint(), "places", NUM_PLACES, share])
         return hashlib.sha256(content.encode()).hexdigest()
 
-    of_parts = ranges_at_places(source.parts, share, spread(NUM_PLACES))
+    of_parts = ranges_at_places(source.parts, share, golden_places(NUM_PLACES))
     parts = [
         _ChosenRows(part, ranges).part()
         for part, ranges in zip(source.parts, of_parts, strict=True)
