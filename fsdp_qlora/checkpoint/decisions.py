@@ -100,7 +100,8 @@ class EarlierRun:
         if self.folder is None:
             return {}
         record = read_json(self.folder / RUN) or read_json(self.folder / STATE).get("about", {})
-        is_open = self.context_length == "auto" or not self.is_preview
+        leaves_rows = self.context_length == "auto" or self.max_steps > 0
+        is_open = leaves_rows or not self.is_preview
         if not record and self.continues_folder and self.mirror and is_open:
             # A mirror that cannot be reached is an error only when the run resumes.
             with contextlib.suppress(OSError):

@@ -92,14 +92,30 @@ def choose_taken(
     datasets = options.dataset
     if needed is None:
         return [ALL for _ in datasets]
-    if needed.taken is not None:
+    if needed.taken is not None and len(needed.taken) in (0, len(datasets)):
         taken = taken_of_json(needed.taken, len(datasets))
     else:
+        taken = _choose(needed.count, options, sources, shares)
+    if not all(map(_can_give, map(sources.get, datasets), taken)):
+        # The datasets of the run that continues had another form: as other rows they are refused.
         taken = _choose(needed.count, options, sources, shares)
     for dataset, each in zip(datasets, taken, strict=True):
         if each.is_part:
             log.info("%s, for --max_steps (%s rows)", each.describe(dataset), f"{needed.count:,}")
     return taken
+
+
+def _can_give(source: Source | None, taken: Taken) -> bool:
+    """Whether a source is one of which this can be taken."""
+    if not taken.is_part:
+        return True
+    return source is not None and (taken.share is None or _can_be_divided(source))
+
+
+def _can_be_divided(source: Source) -> bool:
+    """Whether the source is a whole dataset of which a part can be read."""
+    is_whole = source.start == 0 and source.stop is None
+    return is_whole and not source.varies and not is_from_beginning(source)
 
 
 def _choose(
@@ -135,9 +151,7 @@ def _about_rows(dataset: str, options: DataOptions, sources: Mapping[str, Source
     source = sources.get(dataset)
     if source is None or options.dataset_samples or parse_name(dataset).name in DEFAULT_SAMPLES:
         return None
-    if source.start or source.stop is not None or is_from_beginning(source):
-        return None
-    return about_rows(source, _LEAST_ROWS)
+    return about_rows(source, _LEAST_ROWS) if _can_be_divided(source) else None
 
 
 def are_enough(

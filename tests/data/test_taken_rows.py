@@ -377,3 +377,26 @@ def test_rows_of_a_run_that_would_be_too_few_for_another_are_said(read, large, c
     with pytest.raises(AssertionError):
         read(large("rows.jsonl"), taken=part, max_steps=1000)
     assert said(caplog, "a run that begins anew on these ranks would end earlier")
+
+
+@pytest.mark.parametrize(("num_bytes", "is_part"), [(2**20, True), (2**31, False), (None, False)])
+def test_a_hub_dataset_is_divided_if_each_machine_has_a_table(
+    num_bytes, is_part, read, monkeypatch
+):
+    monkeypatch.setattr(taken_rows, "_LEAST_ROWS", 4000)
+    table = datasets.Dataset.from_dict({"text": [text_of(number) for number in range(6000)]})
+    table.info.download_size = num_bytes
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
+    monkeypatch.setattr("fsdp_qlora.data.sources.source.ask_hub", lambda *_: None)
+    monkeypatch.setattr("fsdp_qlora.data.sources.source.large_split", lambda *_, **__: None)
+    data = read("owner/rows")
+    assert ("taken" in data.provenance) == is_part
+    assert (data.reports[0].num_rows < 1300) == is_part
+
+
+def test_a_recorded_part_that_cannot_be_read_so_is_chosen_anew(read, tmp_path, large):
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps([{"text": f"{number}"} for number in range(300)]))
+    part = [{"share": 0.25, "first": None}]
+    assert len(read(array, taken=part).train) == 300
+    assert len(read(large("rows.jsonl"), taken=part * 2).train) < 1300

@@ -19,7 +19,7 @@ from fsdp_qlora.data.sources.file_content import is_packed
 from fsdp_qlora.data.sources.file_hashes import hash_files, states_of
 from fsdp_qlora.data.sources.files import FILE_KINDS, FileKind, kind_of, look_into
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
-from fsdp_qlora.data.sources.hub_files import large_split
+from fsdp_qlora.data.sources.hub_files import LARGE, large_split
 from fsdp_qlora.data.sources.reading import (
     ChooseColumns,
     NeededRows,
@@ -118,6 +118,8 @@ class Source:
     stop: int | None = None
     file_states: Callable[[], list[list[int]]] = list
     """The sizes, inodes and times of the local files as they are now."""
+    varies: bool = False
+    """Whether another machine may read it in other parts, by what it has of the dataset."""
     _progress: Progress = field(default_factory=Progress, init=False, compare=False, repr=False)
 
     @property
@@ -372,7 +374,9 @@ def hub_source(
         table = table.shuffle(seed=_SEED_OF_2024)
     # The fingerprint is a hash of the repository's commit and the split. The library has no public
     # name for it.
-    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)])
+    # Where the machine had no table, one that large may have been read file by file.
+    varies = table.download_size is None or table.download_size > LARGE
+    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)], varies=varies)
 
 
 def _table_part(table: Any, name: str) -> Part:
