@@ -49,8 +49,8 @@ MOST = {
     # The last one chooses between kernels that are proved at the start and those of libraries.
     # Four are of environments in which a model acts, and limit what these may take. One has answers
     # sampled ahead, and two score answers to held-out prompts. One leaves the rows of a curriculum
-    # in their order, and one trains on each row once.
-    "options": 106,
+    # in their order, and one trains on each row once. One trains what merge rounds to.
+    "options": 107,
     # The last ones try blocks as graphs, which is for blocks that recompute, and plan and choose
     # those whose activations the host keeps instead; the choice for a machine left the search.
     # Towers with adapters are planned with what they keep.

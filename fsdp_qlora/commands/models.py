@@ -132,7 +132,8 @@ def merge(args: argparse.Namespace) -> None:
     """Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder
     that transformers and vLLM load without PEFT. Memory holds one piece of a tensor at a time. The
     base and how it was quantized are read from the run's config.yaml beside the adapter; every
-    option of training may be given instead, such as --model_name and --train_type.
+    option of training may be given instead, such as --model_name and --train_type. An adapter that
+    was trained with --merge_aware is always merged in the base's format, as it was trained.
     """
     adapter = given_adapter(args)
     if not adapter or not args.out:
@@ -144,6 +145,7 @@ def merge(args: argparse.Namespace) -> None:
     import torch
 
     from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.export.as_trained import as_trained
     from fsdp_qlora.export.merge import check_base, one_process, open_merge, write_merged
     from fsdp_qlora.export.model_folder import check_is_new, return_freed_memory
     from fsdp_qlora.export.rounded import rounded
@@ -154,12 +156,18 @@ def merge(args: argparse.Namespace) -> None:
     check_is_new(out)
     ranks = read_ranks(config.device)
     planned = open_merge(folder, config)
-    rounded_weights = rounded(planned) if args.format else None
-    if rounded_weights and (args.base == "dequantized" or args.dtype != "auto"):
+    keeps_format = args.format or config.merge_aware
+    if keeps_format and (args.base == "dequantized" or args.dtype != "auto"):
+        reason = "an adapter trained with --merge_aware" if config.merge_aware else "--format same"
         raise UserError(
-            "--format same merges into the weights of the base's files, in their types. Leave out "
+            f"{reason} merges into the weights of the base's files, in their types. Leave out "
             "--base dequantized and --dtype."
         )
+    if config.merge_aware:
+        with one_process(ranks) as mesh:
+            write_merged(planned, as_trained(planned, mesh, ranks.device), out)
+        return
+    rounded_weights = rounded(planned) if args.format else None
     check_base(planned, args.base)
     if rounded_weights:
         write_merged(planned, rounded_weights, out)

@@ -92,6 +92,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
             "Give one of them."
         )
     yield from _init_errors(c)
+    yield from _merge_aware_errors(c)
     yield from _target_errors(c.lora_target_modules)
     yield from _tower_errors(c)
     yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
@@ -116,6 +117,44 @@ def _init_errors(c: TrainConfig) -> Iterator[str]:
     if c.lora_target_parameters:
         yield (
             f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+        )
+
+
+def _merge_aware_errors(c: TrainConfig) -> Iterator[str]:
+    if not c.merge_aware or not c.kind.adapter:
+        return
+    of_files = TRAIN_TYPES[c.train_type]
+    if of_files.adapter == "dora":
+        yield f"--merge_aware is for LoRA, and --train_type {c.train_type} is DoRA: take qlora."
+    elif of_files.quantizer != "bnb_4bit":
+        yield (
+            f"--merge_aware rounds to the format of the base's files, which --train_type "
+            f"{c.train_type} does not train on as they are: take qlora."
+        )
+    elif c.quant_type != "auto":
+        yield (
+            f"--merge_aware rounds to the format of the base's files: leave out --quant_type "
+            f"{c.quant_type}, and quantize the base before with fsdp-qlora quantize."
+        )
+    if c.lora_dropout:
+        yield (
+            "--merge_aware multiplies by weight and adapter in one, so it has no --lora_dropout: "
+            "leave it at 0."
+        )
+    if c.init_lora_weights != "true":
+        yield (
+            f"--init_lora_weights {c.init_lora_weights} corrects a quantization that --merge_aware "
+            "repeats: leave it at true."
+        )
+    if any(name in TOWERS for name in c.lora_target_modules):
+        yield "--merge_aware: layers that compute images are not quantized. Leave the words out."
+    kept_plain = _changed(c, "modules_to_save", "add_tokens", "lora_target_parameters")
+    if kept_plain:
+        yield f"--merge_aware trains linear layers alone: leave out {_flags(kept_plain)}."
+    if c.rollout_url:
+        yield (
+            "--merge_aware: a server would load the adapter beside its base, not merged into it: "
+            "leave out --rollout_url."
         )
 
 

@@ -155,6 +155,12 @@ class LearningOptions:
     """Initial values of the adapter: true (A random, B zero), or loftq (from the quantization
     error).
     """
+    merge_aware: Annotated[bool, OF_ADAPTER] = False
+    """Train the adapter as it will be merged: each weight with its update is rounded to the format
+    of the base's files before it is multiplied, so that merge writes the very weights that were
+    evaluated. For a base in MXFP4, NVFP4, FP8 or bitsandbytes' 4 bits; the adapter alone is of no
+    use.
+    """
     rank_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Ranks that differ for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name
     is a regular expression for the end of a path, as in PEFT, and the first match wins.

@@ -109,6 +109,8 @@ class TrainOptions(TypedDict, total=False):
     "Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."
     init_lora_weights: Literal['true', 'loftq']
     "Initial values of the adapter: true (A random, B zero), or loftq (from the quantization error)."
+    merge_aware: bool
+    "Train the adapter as it will be merged: each weight with its update is rounded to the format of the base's files before it is multiplied, so that merge writes the very weights that were evaluated. For a base in MXFP4, NVFP4, FP8 or bitsandbytes' 4 bits; the adapter alone is of no use."
     rank_pattern: str | PathLike[str] | Sequence[Any]
     "Ranks that differ for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression for the end of a path, as in PEFT, and the first match wins."
     alpha_pattern: str | PathLike[str] | Sequence[Any]

@@ -322,7 +322,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     )
     quantized = None
     if run.kind.quantizer and not is_kept:
-        quantized = _quantized_model(config, run, packed)
+        quantized = quantized_model(config, run, packed)
     if packed and quantized is None:
         raise UserError(
             f"model_name {name} is quantized to 4 bits: give --train_type qlora, or "
@@ -364,7 +364,7 @@ def _tensors_to_merge(
     return [name for name in names if name not in statistics]
 
 
-def _quantized_model(
+def quantized_model(
     config: PretrainedConfig, run: TrainConfig, packed: PublishedFormat | None
 ) -> PreTrainedModel:
     """The base of the run on the meta device, with quantized layers and without an adapter."""

@@ -369,6 +369,13 @@ def take_formats(
     packed = take_format(model_config, config.model_name, folder)
     kind = TRAIN_TYPES[config.train_type]
     if packed is None or not packed.is_kept(kind.quantizer, config.quant_type):
+        if config.merge_aware:
+            raise UserError(
+                "--merge_aware rounds to the format of the base's files, and model_name "
+                f"{config.model_name} is not in MXFP4, NVFP4, FP8 or bitsandbytes' 4 bits. "
+                f"Quantize it first: fsdp-qlora quantize {config.model_name} --format nvfp4 "
+                "--out DIR."
+            )
         return None, packed
     if kind.quantizer != BITSANDBYTES or kind.trains_new_blocks:
         raise UserError(

@@ -63,8 +63,9 @@ def shard_model(
 
     Adapters stay gathered until a step's last backward pass: they are small, and CPU offload and
     the second gather then move frozen bytes only. DoRA's magnitudes are a separate group, gathered
-    in fp32. If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only
-    copy them. On one rank adapters stay plain tensors, too.
+    in fp32, as adapters are that are rounded with their base. If each rank has the whole model,
+    frozen weights stay plain tensors: FSDP2 would only copy them. On one rank adapters stay plain
+    tensors, too.
 
     Args:
         on_host: from `ModelParts.on_host`.
@@ -137,7 +138,8 @@ class _Groups(NamedTuple):
 
 def _keep_adapters_plain(parts: ModelParts, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
     """Have adapters compute with copies in param_dtype; returns their parameters."""
-    adapters = adapter_modules(parts.blocks)
+    # Others compute with their own values.
+    adapters = [each for each in adapter_modules(parts.blocks) if not each.in_fp32]
     if adapters and param_dtype not in (None, torch.float32):
         # However the model is called, its first block comes before all adapters, once a pass.
         parts.blocks[0].register_forward_pre_hook(WeightCopies(adapters, param_dtype).refresh)
@@ -168,7 +170,9 @@ def _shard_block(block: nn.Module, groups: _Groups, *, reshard_after_forward: bo
     if owners and not is_alone:
         # By now the base's parameters are DTensors, other objects than before.
         base = {*block.parameters()} - adapters
-        shard_aligned(owners, groups.mesh, groups.cast, base, reshard_after_forward=False)
+        as_trained = any(adapter.in_fp32 for adapter in adapter_modules(block))
+        policy = _AS_STORED if as_trained else groups.cast
+        shard_aligned(owners, groups.mesh, policy, base, reshard_after_forward=False)
 
 
 def _shard_towers(parts: ModelParts, groups: _Groups) -> None:

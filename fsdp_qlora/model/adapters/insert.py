@@ -17,13 +17,19 @@ from fsdp_qlora.distributed.shards import local_part
 from fsdp_qlora.model.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.model.adapters.lean_mlp import lean_mlp
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
+from fsdp_qlora.model.adapters.merge_aware import MergeAwareLinear
 from fsdp_qlora.model.architecture.gated_mlp import GatedMlp
 from fsdp_qlora.model.architecture.structure import canonical_name, has_tied_embeddings
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
 from fsdp_qlora.utils.errors import UserError
 
 Adapted = LoraLinear | LoraExperts
 # adapter kind -> the layer that replaces a linear layer, called with rank, scaling and dropout.
-ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}
+ADAPTERS: dict[str, Callable[..., nn.Module]] = {
+    "lora": LoraLinear,
+    "dora": DoraLinear,
+    "merge_aware": MergeAwareLinear,
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class LoraOptions:
     rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha
     of that layer. use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
     init: initial values: true (A random, B zero) or loftq. modules_to_save: embeddings and head
-    that train in full. keeps_start: keep a copy of the initial values.
+    that train in full. keeps_start: keep a copy of the initial values. merge_aware: train the
+    adapter as it will be merged (merge_aware.py).
     """
 
     rank: int = 16
@@ -47,6 +54,7 @@ class LoraOptions:
     init: str = "true"
     modules_to_save: Sequence[str] = ()
     keeps_start: bool = False
+    merge_aware: bool = False
 
     def rank_of(self, path: str) -> int:
         """The rank of the adapter on the layer at `path`."""
@@ -185,6 +193,10 @@ def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str])
 def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: LoraOptions) -> None:
     """Freeze the model and add an adapter (fp32, meta device) to each target layer."""
     model.requires_grad_(False)
+    if options.merge_aware:
+        targets = [*targets]
+        _check_rounded(model, targets)
+        kind = "merge_aware"
     for path in targets:
         wrapped = ADAPTERS[kind](
             model.get_submodule(path),
@@ -196,6 +208,17 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
     for module in model.modules():
         if isinstance(module, GatedMlp):
             module.with_adapters = lean_mlp
+
+
+def _check_rounded(model: nn.Module, targets: Iterable[str]) -> None:
+    plain = [path for path in targets if not isinstance(model.get_submodule(path), RoundedWeight)]
+    if plain:
+        leaves = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in plain}))
+        raise UserError(
+            f"merge_aware rounds each weight with an adapter to the base's format, in which "
+            f"{plain[0]} is not ({leaves}; {len(plain)} layers). Name the quantized layers alone "
+            "in --lora_target_modules."
+        )
 
 
 def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraOptions) -> None:

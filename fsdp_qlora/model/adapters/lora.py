@@ -189,10 +189,12 @@ class LoraAdapter(nn.Module):
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
 
-    copies: of A and B in 16 bits, on one rank (weight_copies.py).
+    copies: of A and B in 16 bits, on one rank (weight_copies.py). in_fp32: whether it computes with
+    A and B as they train, in every precision.
     """
 
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
+    in_fp32 = False
 
     def __init__(
         self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float
@@ -286,6 +288,7 @@ class ExpertsLora(nn.Module):
     """
 
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
+    in_fp32 = False
 
     def __init__(self, shape: Sequence[int], *, transposed: bool, rank: int) -> None:
         super().__init__()

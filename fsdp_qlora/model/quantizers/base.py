@@ -1,7 +1,4 @@
-"""Base classes of quantized layers.
-
-They have one frozen weight, kept quantized in parameters that FSDP2 shards.
-"""
+"""Base classes of quantized layers: one frozen weight, in parameters that FSDP2 shards."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,6 +26,7 @@ TOO_LARGE = "scales with which weights are not finite"
 # Rows of codes after which a group of every quantization statistic begins: a nested absmax of
 # bitsandbytes is for 256 blocks, of a row each, which is the most.
 _ALIGNED_ROWS = 256
+Tensors = Callable[[], Any]  # as `QuantizedWeight.tensors`
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -124,9 +122,7 @@ class QuantizedWeight(nn.Module):
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A frozen meta parameter of `rows` times `row_bytes` bytes.
 
-        It is viewed as `dtype` (default: the compute dtype).
-
-        Rows are padded to whole elements of it.
+        It is viewed as `dtype` (default: the compute dtype), its rows padded to whole elements.
         """
         dtype = dtype or self.compute_dtype
         # Floating point also for bytes: FSDP2 of older torch fails on integer parameters
@@ -219,13 +215,15 @@ class QuantizedWeight(nn.Module):
         result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(matrix, bias))
         return result
 
-    def frozen_product(self, matrix: Matrix, bias: torch.Tensor | None = None) -> FrozenProduct:
-        """The products with a matrix; bias is in the compute dtype."""
-        tensors = self.tensors()
+    def frozen_product(
+        self, matrix: Matrix, bias: torch.Tensor | None = None, tensors: Tensors | None = None
+    ) -> FrozenProduct:
+        """The products with a matrix; bias is in the compute dtype. tensors: gives others."""
+        gathered = (tensors or self.tensors)()
         parts = self._parts(matrix)
         if len(parts) == 1:
-            return QuantizedProduct(self, matrix, bias, tensors)
-        return ProductInParts(self, matrix, bias, tensors, parts)
+            return QuantizedProduct(self, matrix, bias, gathered)
+        return ProductInParts(self, matrix, bias, gathered, parts)
 
     def decodes(self, num_tokens: int, device: torch.device) -> bool:
         """Whether a product with this number of tokens decodes the weight before it multiplies."""
@@ -391,11 +389,14 @@ class QuantizedLinear(QuantizedWeight):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x.to(self.compute_dtype), self.whole, self.bias_to_add())
 
-    def frozen_product(self, matrix: Matrix, bias: torch.Tensor | None = None) -> FrozenProduct:
+    def frozen_product(
+        self, matrix: Matrix, bias: torch.Tensor | None = None, tensors: Tensors | None = None
+    ) -> FrozenProduct:
         if not self.keeps_decoded:
-            return super().frozen_product(matrix, bias)
+            return super().frozen_product(matrix, bias, tensors)
         if self._decoded is None:
-            self._decoded = self.upright(self.whole, self.compute_dtype, self.tensors())
+            gathered = (tensors or self.tensors)()
+            self._decoded = self.upright(self.whole, self.compute_dtype, gathered)
         return plain_product(self._decoded, bias, self.compute_dtype)
 
     def forget_decoded(self) -> None:

@@ -23,8 +23,10 @@ NF4's are quantiles of a normal distribution (Dettmers et al. 2023, appendix E),
 three bits of exponent and mantissa in bitsandbytes' own order.
 """
 
+import functools
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import bitsandbytes
@@ -36,7 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
 from fsdp_qlora.model.kernels import nf4
 from fsdp_qlora.model.kernels.nf4 import BLOCKSIZE, GPU_PIECE, NESTED_BLOCKSIZE
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.base import Matrix
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
 from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -53,6 +56,10 @@ _FUSED_TOKENS = 1536
 # Up to this number its kernel for few tokens multiplies codes on every GPU. Beyond it, GPUs with
 # fast memory decode (bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_use_custom_cuda`).
 _FEW_TOKENS = 8
+
+
+# The values that codes of absmax stand for, float32 [256]; made here, on the CPU.
+_ABSMAX_VALUES = bnb.create_dynamic_map()
 
 
 class NestedAbsmax(NamedTuple):
@@ -82,7 +89,7 @@ class _Views(NamedTuple):
     nested_absmax: torch.Tensor | None = None
 
 
-class Bnb4bitWeight(QuantizedWeight):
+class Bnb4bitWeight(RoundedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
     Parameters (frozen; quant_storage is the compute dtype):
@@ -272,6 +279,37 @@ class Bnb4bitWeight(QuantizedWeight):
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
 
+    @property
+    def rounded_together(self) -> int:
+        return BLOCKSIZE
+
+    def round_part(
+        self, values: torch.Tensor, part: Matrix, tensors: Bnb4bitTensors
+    ) -> Bnb4bitTensors:
+        return Bnb4bitTensors(*quantize_blocks(values, self.quant_type))
+
+    def join_parts(
+        self, parts: Sequence[Bnb4bitTensors], tensors: Bnb4bitTensors
+    ) -> Bnb4bitTensors:
+        codes = torch.cat([part.weight for part in parts])
+        absmax = torch.cat([part.absmax for part in parts])
+        if tensors.nested is None:
+            return Bnb4bitTensors(codes, absmax)
+        # The mean stays, so that it does not depend on the order of a sum.
+        offset = tensors.nested.offset
+        # The operator, since bitsandbytes' function keeps the first table that it makes: also one
+        # on the meta device, where a plan is made.
+        absmax_8bit, nested = torch.ops.bitsandbytes.quantize_blockwise(
+            absmax - offset, _absmax_values(absmax.device), NESTED_BLOCKSIZE
+        )
+        return Bnb4bitTensors(codes, absmax_8bit, NestedAbsmax(nested, offset))
+
+    def store(self, tensors: Bnb4bitTensors) -> None:
+        write_bytes(self.weight, tensors.weight)
+        write_bytes(self.absmax, tensors.absmax)
+        if tensors.nested is not None:
+            write_bytes(self.nested_absmax, tensors.nested.absmax)
+
     def stored_forms(self) -> dict[str, TensorForm]:
         num_bytes = -(-math.prod(self.shape) // 2)
         stored = {"": TensorForm(torch.uint8, (num_bytes, 1))}
@@ -361,6 +399,11 @@ class Bnb4bitWeight(QuantizedWeight):
             "double_quant": self.double_quant,
             "bitsandbytes": bitsandbytes.__version__,
         }
+
+
+@functools.cache
+def _absmax_values(device: torch.device) -> torch.Tensor:
+    return _ABSMAX_VALUES.to(device)
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:

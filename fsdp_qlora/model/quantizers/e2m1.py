@@ -13,6 +13,7 @@ high four.
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,9 @@ from fsdp_qlora.model.kernels.float_decoding import (
     decode_groups,
     decode_scales,
 )
-from fsdp_qlora.model.quantizers.base import (
-    NOT_FINITE,
-    TOO_LARGE,
-    Matrix,
-    QuantizedWeight,
-    groups_at_a_time,
-)
+from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, groups_at_a_time
 from fsdp_qlora.model.quantizers.fp8 import has_nan
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
 from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -63,7 +59,7 @@ class E2m1Tensors(NamedTuple):
     global_scale: torch.Tensor | None = None
 
 
-class E2m1Weight(QuantizedWeight):
+class E2m1Weight(RoundedWeight):
     """Weights as E2M1 codes with a scale of one byte for each group.
 
     Parameters (frozen):
@@ -122,13 +118,17 @@ class E2m1Weight(QuantizedWeight):
         return E2m1Tensors(self.weight, self.scale)
 
     def quantize(
-        self, values: torch.Tensor, global_scale: torch.Tensor | None = None
+        self,
+        values: torch.Tensor,
+        global_scale: torch.Tensor | None = None,
+        least: torch.Tensor | None = None,
     ) -> E2m1Tensors:
         """Quantize whole groups (the last may be short).
 
         Returns bytes of codes [groups, group_size / 2] and scales [groups].
 
-        global_scale: one value, for the whole weight.
+        global_scale: one value, for the whole weight. least: bytes of scales [groups], than which
+        none becomes smaller.
         """
         # Zeros do not change a group's largest magnitude.
         rest = -values.numel() % self.group_size
@@ -137,14 +137,36 @@ class E2m1Weight(QuantizedWeight):
         groups = values.view(-1, self.group_size)
         codes = []
         scales = []
+        done = 0
         for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
             largest = piece.abs().amax(1).float()
-            scales.append(self.scale_codes(largest, global_scale))
+            scale = self.scale_codes(largest, global_scale)
+            if least is not None:
+                # Bytes of scales without a sign are in the order of what they stand for.
+                scale = torch.maximum(scale, least[done : done + len(piece)])
+            done += len(piece)
+            scales.append(scale)
             # Divided by the scale as it is stored, not as it was before rounding: a code is nearest
             # to its weight with the scale that decodes it.
             divisors = decode_scales(self.group_scales(scales[-1], 0, global_scale))
             codes.append(_pack(piece.float() / divisors[:, None]))
         return E2m1Tensors(torch.cat(codes), torch.cat(scales), global_scale)
+
+    @property
+    def rounded_together(self) -> int:
+        return self.group_size
+
+    def round_part(self, values: torch.Tensor, part: Matrix, tensors: E2m1Tensors) -> E2m1Tensors:
+        first, count = part.spans(self.group_size)
+        stored = tensors.scale.view(torch.uint8).view(-1)[first : first + count]
+        # A group keeps its scale unless its values have grown beyond it. So weights without an
+        # update keep their values, also where a scale was chosen by another rule than here.
+        return self.quantize(values, tensors.global_scale, stored)
+
+    def join_parts(self, parts: Sequence[E2m1Tensors], tensors: E2m1Tensors) -> E2m1Tensors:
+        codes = torch.cat([part.weight for part in parts])
+        scales = torch.cat([part.scale for part in parts])
+        return E2m1Tensors(codes, scales, tensors.global_scale)
 
     def stored_forms(self) -> dict[str, TensorForm]:
         groups = -(-math.prod(self.shape) // self.group_size)

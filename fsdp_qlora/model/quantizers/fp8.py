@@ -6,16 +6,21 @@ is a sign, five bits of exponent and two of mantissa, with IEEE's infinities and
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.model.kernels.fp8_decoding import BlockScales, decode_rows
-from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
 from fsdp_qlora.model.quantizers.stored import row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
+# Up to here above the largest code a value is rounded to it: half the distance of two codes is
+# 1 / 28 of E4M3's largest one.
+_ROUNDED_DOWN = 1 + 2**-5
 # compressed-tensors' for a row without a magnitude
 _SCALE_OF_ZEROS = torch.finfo(torch.float32).eps
 _PIECE = 2**20  # bytes that are searched at a time
@@ -28,7 +33,7 @@ class Fp8Tensors(NamedTuple):
     scale: torch.Tensor
 
 
-class Fp8Weight(QuantizedWeight):
+class Fp8Weight(RoundedWeight):
     """Matrices [.., out, in] in FP8: code * scale.
 
     Parameters (frozen):
@@ -63,6 +68,8 @@ class Fp8Weight(QuantizedWeight):
         else:
             self.block = (1, columns)
         self.code_dtype = code_dtype
+        # Layers that a server fuses share the scale of a matrix.
+        self.keeps_scale = bool(num_parts)
         height, width = self.block
         # Of a matrix; the last row and column of blocks may be short.
         self.scale_shape = (-(-rows // height), -(-columns // width))
@@ -91,6 +98,26 @@ class Fp8Weight(QuantizedWeight):
     def quantize(self, values: torch.Tensor) -> Fp8Tensors:
         codes, scale = quantize_blocks(values.reshape(-1, self.row_weights))
         return Fp8Tensors(self._filled_up(codes), scale)
+
+    @property
+    def rounded_together(self) -> int:
+        # A part of a matrix may begin anywhere if its rows have one scale.
+        return self.row_weights if self.keeps_scale else self.block[0] * self.row_weights
+
+    def round_part(self, values: torch.Tensor, part: Matrix, tensors: Fp8Tensors) -> Fp8Tensors:
+        height, _ = self.block
+        first = part.first // self.row_weights // height
+        scale = tensors.scale[first : first - (-len(values) // height)]
+        if not self.keeps_scale:
+            scale = grown_scales(values, scale, self.block, self.code_dtype)
+        codes, scale = quantize_blocks(values, self.block, self.code_dtype, scale)
+        return Fp8Tensors(codes.view(torch.uint8), scale)
+
+    def join_parts(self, parts: Sequence[Fp8Tensors], tensors: Fp8Tensors) -> Fp8Tensors:
+        codes = self._filled_up(torch.cat([part.weight for part in parts]))
+        if self.keeps_scale:
+            return Fp8Tensors(codes, tensors.scale)
+        return Fp8Tensors(codes, torch.cat([part.scale for part in parts]))
 
     def stored_forms(self) -> dict[str, TensorForm]:
         weight_shape = (len(self.weight), row_bytes(self.weight))
@@ -128,6 +155,26 @@ def block_scales(
     rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype
 ) -> torch.Tensor:
     """The scales, float32 [row blocks, column blocks], of float32 rows [rows, columns]."""
+    scale = _largest(rows, block) / torch.finfo(code_dtype).max
+    return torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
+
+
+def grown_scales(
+    rows: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype
+) -> torch.Tensor:
+    """The scales of blocks, those multiplied by a power of two whose values have grown too large.
+
+    rows: float32 [rows, columns]. scale: float32 [row blocks, column blocks]. A power of two fits
+    every type of scales in files, and leaves the values that have not changed what they are.
+    """
+    excess = _largest(rows, block) / (scale * torch.finfo(code_dtype).max)
+    # 2**exponent is above the excess.
+    _, exponent = torch.frexp(excess)
+    return torch.where(excess > _ROUNDED_DOWN, torch.ldexp(scale, exponent), scale)
+
+
+def _largest(rows: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block, [row blocks, column blocks]."""
     (count, columns) = rows.shape
     (height, width) = block
     # Zeros do not change a block's largest magnitude.
@@ -138,8 +185,7 @@ def block_scales(
     # A rank has no rows if there are fewer rows than ranks.
     if not count:
         return rows.new_empty(0, groups.shape[2])
-    scale = groups.amax((1, 3)) / torch.finfo(code_dtype).max
-    return torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
+    return groups.amax((1, 3))
 
 
 def quantize_blocks(

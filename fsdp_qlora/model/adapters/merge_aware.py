@@ -1,0 +1,116 @@
+"""LoRA that is trained as it will be merged: y = x Wq^T + b with Wq = round(W + s B A).
+
+The base's weight W is quantized, and Wq is in its format (quantizers/rounded_weight.py). Gradients
+pass straight through the rounding, as if Wq were W + s B A. With G, the gradient of y as [N, out]:
+    A: s (G B)^T x.
+    B: s G^T (x A^T).
+    x: G Wq.
+None of them needs the gradient of W. The backward pass rounds again, so that no rounded weight
+outlives its product. A and B are float32 in every precision: what is rounded are the values that
+are saved.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fsdp_qlora.model.adapters.lora import (
+    KeptInput,
+    LoraAdapter,
+    LoraLinear,
+    as_before,
+    low_rank_grads,
+)
+from fsdp_qlora.model.quantizers.base import QuantizedLinear
+from fsdp_qlora.model.quantizers.products import FrozenProduct
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
+
+
+class RoundedLinear(NamedTuple):
+    """A quantized layer with its adapter's update, in one call and its backward pass.
+
+    tensors: of the layer, as they are gathered; FSDP2 refills them.
+    """
+
+    layer: Any
+    tensors: Any
+    update: Update
+
+    @property
+    def scaling(self) -> float:
+        return self.update.scaling
+
+    def product(self) -> FrozenProduct:
+        """The products with Wq, which is rounded now."""
+        layer = self.layer
+        product: FrozenProduct = layer.frozen_product(layer.whole, layer.bias_to_add(), self._round)
+        return product
+
+    def _round(self) -> Any:
+        return self.layer.rounded(self.update, self.tensors)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """y, and the backward pass of x, A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        rounded: RoundedLinear,
+        kept: KeptInput,
+    ) -> torch.Tensor:
+        # Weights are attributes for the reason given in lora.py.
+        ctx.weights = (lora_A, lora_B)
+        ctx.product = rounded
+        ctx.kept = kept
+        (y,) = rounded.product().multiply(x.flatten(0, -2))
+        return as_before(y, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_y = grads[0].flatten(0, -2)
+        x, low = ctx.kept.take()
+        _, grad_A, grad_B = low_rank_grads(grad_y, x, low, ctx)
+        # x may have no other owner: then its gradient can have its memory.
+        del x, low
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = as_before(ctx.product.product().multiply_grad(grad_y), grads[0])
+        return grad_x, grad_A, grad_B, None, None
+
+
+class MergeAwareAdapter(LoraAdapter):
+    """LoRA's two matrices, added to the weight of a quantized base layer and rounded with it."""
+
+    in_fp32 = True
+
+    def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
+        """Compute x Wq^T + b, [.., out] in the base's dtype."""
+        assert isinstance(base_layer, QuantizedLinear) and isinstance(base_layer, RoundedWeight)
+        lora_A = self.lora_A.weight
+        lora_B = self.lora_B.weight
+        update = Update(lora_A.detach(), lora_B.detach(), self.scaling)
+        rounded = RoundedLinear(base_layer, base_layer.tensors(), update)
+        x = x.to(base_layer.compute_dtype)
+        if not torch.is_grad_enabled():
+            (y,) = rounded.product().multiply(x.flatten(0, -2))
+            return as_before(y, x)
+        with torch.no_grad():
+            low = F.linear(x.flatten(0, -2), lora_A.to(x.dtype))
+        # Kept before the product runs: activation checkpointing then stops before it (kept.py).
+        kept = KeptInput.of(x, low, source)
+        y = _RoundedProduct.apply(x, lora_A, lora_B, rounded, kept)
+        return y
+
+
+class MergeAwareLinear(LoraLinear):
+    """A quantized base layer whose weight is rounded with the update of its adapter."""
+
+    adapter = MergeAwareAdapter

@@ -1,0 +1,89 @@
+"""Quantized weights to which a low-rank update is added, rounded to their own format again.
+
+Merge-aware training computes with round(W + s B A), and `merge` writes it to files. Both call
+`RoundedWeight.rounded`, so that they have the same bits: W is decoded to float32, the update is
+added in float64, and the sum is rounded to float32 and then to the format. In float64 neither the
+device nor the number of threads or pieces of a sum changes what it is rounded to, but by chance at
+a distance of 1e-16 from the next float32.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.stored import write_bytes
+
+# Weights at a time, of 24 bytes each: of float32, and twice of float64.
+_PIECE = {"cpu": 2**18, "cuda": 2**22}
+
+
+class Update(NamedTuple):
+    """s B A, with A [rank, in] and B [out, rank] in float32, as adapters are saved."""
+
+    lora_A: torch.Tensor
+    lora_B: torch.Tensor
+    scaling: float
+
+    def added_to(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """Rows [n, in] of a weight from row `start` on, in float32, with the update."""
+        rows = self.lora_B[start : start + len(values)]
+        # CUDA's autocast leaves float64 as it is, but a new device's may not.
+        with torch.autocast(autocast_kind(values), enabled=False):
+            total = torch.addmm(
+                values.double(), rows.double(), self.lora_A.double(), alpha=self.scaling
+            )
+        return total.float()
+
+
+class RoundedWeight(QuantizedWeight):
+    """A weight whose format takes changed values. Base of the quantizers that can be merged into.
+
+    Statistics of a whole weight stay: a scale of a matrix, which layers that a server fuses share,
+    and the mean of absmax. Those of blocks change where the values need it.
+    """
+
+    @property
+    def rounded_together(self) -> int:
+        """Number of weights that can only be rounded together, from a multiple of it on."""
+        raise NotImplementedError
+
+    def round_part(self, values: torch.Tensor, part: Matrix, tensors: Any) -> Any:
+        """Round float32 values [n, in], those of a part of the weight.
+
+        tensors: of the weight as it is stored. Returns the part's codes and statistics.
+        """
+        raise NotImplementedError
+
+    def join_parts(self, parts: Sequence[Any], tensors: Any) -> Any:
+        """The tensors of a weight, as `tensors()` gives them, from all of its parts in order."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def rounded(self, update: Update, tensors: Any) -> Any:
+        """The tensors of round(W + s B A), for the weight W [out, in] of `tensors`."""
+        parts = []
+        for start, part in self._pieces(tensors.weight.device):
+            values = self.decode_tensors(part, torch.float32, tensors)
+            parts.append(self.round_part(update.added_to(values, start), part, tensors))
+            # Freed before the next piece is decoded.
+            del values
+        return self.join_parts(parts, tensors)
+
+    def store(self, tensors: Any) -> None:
+        """Keep the whole weight of these tensors, where this rank alone has the layer."""
+        for name in ("weight", *self.statistics):
+            write_bytes(getattr(self, name), getattr(tensors, name))
+
+    def _pieces(self, device: torch.device) -> Iterator[tuple[int, Matrix]]:
+        """The matrix in pieces of whole rows, each with its first row."""
+        num_rows, num_columns = self.shape
+        aligned = math.lcm(num_columns, self.rounded_together) // num_columns
+        most = _PIECE["cpu" if device.type == "cpu" else "cuda"]
+        step = max(1, most // (num_columns * aligned)) * aligned
+        for start in range(0, num_rows, step):
+            count = min(step, num_rows - start)
+            yield start, Matrix((count, num_columns), start * num_columns)
