@@ -76,6 +76,11 @@ def export(args: argparse.Namespace) -> None:
     about = state["about"]
     stored = about["options"] | {"precision": about["facts"].get("precision") or "auto"}
     config = parse_train_config(["--device", "cpu", *args.training_options], stored)
+    if config.merge_aware and args.reader == "vllm":
+        raise UserError(
+            f"{source} was trained with --merge_aware, and vLLM would load the adapter beside its "
+            "base. Export it without --for vllm, and merge it: fsdp-qlora merge."
+        )
     form = replace(result_form(config, _plan(config)), for_server=args.reader == "vllm")
     try:
         # A folder that was cut off would look like a complete result.

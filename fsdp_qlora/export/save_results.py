@@ -237,6 +237,7 @@ class ResultForm:
 
     adapter: the adapter's configuration; None for a whole model.
     open_base: opens the base's weights, for what does not train.
+    is_merge_aware: whether the adapter was trained as it will be merged.
     for_server: write an adapter as vLLM reads it.
     """
 
@@ -245,6 +246,7 @@ class ResultForm:
     kind: TrainType
     adapter: LoraConfig | None
     open_base: Callable[[], Weights]
+    is_merge_aware: bool = False
     for_server: bool = False
 
     def save(
@@ -356,7 +358,9 @@ class ResultForm:
 
     def log_how_to_load(self, output_dir: Path) -> None:
         """Name the card, which says how to load an adapter whose base is a local folder."""
-        if self.adapter is not None and not self.base.is_on_hub:
+        if self.is_merge_aware:
+            log.info("The adapter is of use merged only: fsdp-qlora merge %s --out DIR", output_dir)
+        elif self.adapter is not None and not self.base.is_on_hub:
             log.info("How to load the adapter and its base, a local folder: %s", output_dir / CARD)
 
 

@@ -142,5 +142,10 @@ def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = 
     base = BaseName.of(config.model_name, config.base_name)
     # No files match a model that is sharded already.
     return ResultForm(
-        plan, base, config.kind, plan.adapter, open_base=lambda: weights or open_weights(plan)
+        plan,
+        base,
+        config.kind,
+        plan.adapter,
+        open_base=lambda: weights or open_weights(plan),
+        is_merge_aware=config.merge_aware,
     )

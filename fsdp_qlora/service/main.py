@@ -191,9 +191,10 @@ def _plan(
         config.rank_pattern,
         config.use_rslora,
         config.init_lora_weights,
+        config.merge_aware,
         config.adapter,
     )
-    if plain != ("lora", (), False, "true", None) or placed.model.trains_whole_modules:
+    if plain != ("lora", (), False, "true", False, None) or placed.model.trains_whole_modules:
         raise UserError(
             "serve trains new, plain LoRA adapters only: give --train_type qlora, lora, int8_lora "
             "or hqq_lora."

@@ -294,6 +294,12 @@ BAD_WORDS = {
     "--best_by reward --eval_fraction 0.1": "--best_by reward is a score: it needs --eval_rewards",
     "--max_completion_length 64 --eval_fraction 0.1": "does not take --max_completion_length",
     f"{GRPO} --train_type full": "it cannot be used with --train_type full",
+    "--merge_aware true --lora_dropout 0.1": "so it has no --lora_dropout",
+    "--merge_aware true --train_type bnb_dora": "is DoRA: take qlora",
+    "--merge_aware true --train_type int8_lora": "int8_lora does not train on as they are",
+    "--merge_aware true --quant_type nvfp4": "quantize the base before with fsdp-qlora quantize",
+    "--merge_aware true --modules_to_save lm_head": "leave out --modules_to_save",
+    f"{GRPO} --merge_aware true --rollout_url http://a": "leave out --rollout_url",
     "--train_type hqq_lora --n_bits 5": "--n_bits must be 8, 4, 3 or 2, but is 5",
     "--train_type hqq_lora --group_size 48": "--group_size must be a multiple of 32, but is 48",
     "--eval_fraction 0.1 --eval_dataset x.json": "Give one",
@@ -553,8 +559,8 @@ IDENTITY = """
     dataset_format context_length shuffle drop_duplicates eval_fraction objective lr num_epochs
     max_steps lr_scheduler warmup optimizer wd grad_norm neftune_alpha best_by seed deterministic
     lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
-    add_tokens use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta
-    loss_type label_smoothing sft_weight simpo_gamma kto_weights rating_threshold teacher
+    add_tokens use_rslora init_lora_weights merge_aware rank_pattern alpha_pattern loraplus_lr_ratio
+    beta loss_type label_smoothing sft_weight simpo_gamma kto_weights rating_threshold teacher
     teacher_adapter top_k num_generations max_completion_length temperature scale_rewards epsilon
     num_iterations rollout_ahead
 """

@@ -262,6 +262,9 @@ def test_merge_writes_the_very_weights_that_a_run_evaluated(case, models, tmp_pa
     measure = partial(evaluated, ranks, dataset=held_out, context_length=512, **batch)
     assert measure(merged, train_type="qlora") == last
     assert measure(out) == last
+    assert "fsdp-qlora merge" in (out / "README.md").read_text()
+    assert "PeftModel" not in (out / "README.md").read_text()
+    assert "before the merge" not in (merged / "README.md").read_text()
     before, after = (load_file(path / "model.safetensors") for path in (base, merged))
     forms = [
         {name: (value.shape, value.dtype) for name, value in of.items()} for of in (before, after)
@@ -269,3 +272,12 @@ def test_merge_writes_the_very_weights_that_a_run_evaluated(case, models, tmp_pa
     assert forms[0] == forms[1]
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all("_proj" in name for name in changed)
+
+
+def test_what_merge_cannot_round_is_refused_before_training(models, tmp_path, capsys):
+    partly = tmp_path / "partly"
+    save_compressed(models("llama"), partly, "nvfp4")
+    for base, said in ((models("llama"), "Quantize it first"), (partly, "down_proj is not")):
+        argv = flags(model_name=base, merge_aware=True, dataset="alpaca_demo", dry_run=True)
+        assert main(["train", *argv]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())

@@ -276,6 +276,8 @@ def _options(
             name for name in config.get("target_parameters") or () if not name.endswith(".weight")
         ),
         "modules_to_save": tuple(config.get("modules_to_save") or ()),
+        # PEFT's configuration has no word for it.
+        "merge_aware": bool((record.get("settings") or {}).get("merge_aware")),
     }
 
 
