@@ -1,7 +1,6 @@
 """Estimates the memory of a rank before anything is allocated.
 
-The estimate counts the model on the meta device, and adds what its blocks were measured to keep and
-need (blocks.py).
+It counts the model on the meta device, and adds what its blocks keep and need (blocks.py).
 """
 
 import math
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.architecture.decoder import kind_of
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
@@ -79,6 +79,7 @@ class _Estimate:
         gathered_sizes: bytes of each block's unsharded weights beside the shards.
         gathered: bytes of all unsharded weights while each block is at work.
         trained: number of weights that train, in each block.
+        adapter_bytes: of a weight of an adapter as it is gathered.
         copies_adapters: whether adapters have 16-bit copies, which stay (weight_copies.py).
         reduces_each: whether gradients of several micro-batches are reduced one by one.
         graphed: the places of blocks that run as CUDA graphs.
@@ -105,6 +106,9 @@ class _Estimate:
         self.hidden = step.num_tokens * self.width * dtype.itemsize
         self.trained = [self._trained_weights(block) for block in parts.blocks]
         param_dtype = step.precision.param_dtype or torch.float32
+        if any(adapter.in_fp32 for adapter in adapter_modules(parts.model)):
+            param_dtype = torch.float32
+        self.adapter_bytes = param_dtype.itemsize
         self.copies_adapters = step.num_shards == 1 and param_dtype.itemsize == 2
         self.frees_blocks = step.layout.frees_blocks or step.num_shards == 1
         from_host = step.placement.offload.blocks > 0
@@ -210,7 +214,7 @@ class _Estimate:
             for kind, count in parts.kinds(parts.model).items()
             if kind.in_adapter
         )
-        adapters = {_GATHERED: self._as_gathered(in_adapters)}
+        adapters = {_GATHERED: self.adapter_bytes * in_adapters}
         images = self._kept_for_images()
         copies = adapters.copy() if self.copies_adapters else {}
         # The head is gathered to be compared with.

@@ -208,6 +208,11 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         yield plan.packed.describe_use(
             quant_type=config.quant_type, double_quant=config.double_quant
         )
+        if config.merge_aware:
+            yield (
+                f"Each weight is rounded to {plan.packed.name} with its adapter's update, in each "
+                "pass. The adapter is of use merged only: fsdp-qlora merge."
+            )
     for reason in dict.fromkeys(meta.left_out.values()):
         paths = [path for path, why in meta.left_out.items() if why == reason]
         # The same module of all blocks is named once, without the blocks' numbers.
