@@ -166,8 +166,8 @@ def _as_served(
 def _complete_pair(module: LoraExperts, wrapper: str, state: dict[str, torch.Tensor]) -> None:
     """Add zeros for the one of two parameters of experts that has no adapter.
 
-    vLLM takes the outer adapter for that of the second parameter and the inner one for that of the
-    first, and fails without both.
+    vLLM expects an outer adapter, which it gives to the second parameter, and an inner one, which it
+    gives to the first. It fails without both.
 
     wrapper: the outer adapter's name in `state`.
     """
