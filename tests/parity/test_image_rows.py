@@ -17,6 +17,7 @@ from tests.helpers.rows import write_rows
 from tests.helpers.run import all_slow_but, flags, on_ranks, train_ok
 from tests.parity.test_images import OPTIONS, make_chats, save_tokenizer
 from tests.parity.test_multimodal import make_multimodal
+from tests.preferences.image_pairs import write_image_pairs
 
 if hasattr(AutoImageProcessor, "_backends"):
     pytest.skip(
@@ -185,6 +186,7 @@ def make_family(folder: Path, family: str) -> Path:
     chats = make_chats(folder)[0]
     write_rows(folder / "rows.jsonl", chats)
     write_rows(folder / "held_out.jsonl", chats[2:7])
+    write_image_pairs(folder)
     return folder
 
 
@@ -199,30 +201,47 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("family", all_slow_but("qwen2_5_vl", FAMILIES, nightly=ALIKE))
 def test_concatenated_rows_with_images_train_as_padded_ones(family, folders, tmp_path):
+    options = {"dataset": "rows.jsonl", "eval_dataset": "held_out.jsonl"}
+    useful = _train_as_padded(family, folders, tmp_path, **options)
+    assert (min(useful) > 0.97) != FAMILIES[family].sees_whole
+
+
+@pytest.mark.parametrize("family", all_slow_but("qwen3_5", FAMILIES, nightly=ALIKE))
+def test_pairs_with_images_share_prompts_and_train_as_padded_ones(family, folders, tmp_path):
+    options = {"dataset": "pairs.jsonl", "eval_dataset": "pairs.jsonl", "objective": "dpo"}
+    useful = _train_as_padded(family, folders, tmp_path, **options)
+    # Of both answers with their prompt, which is computed once.
+    assert (min(useful) > 1.5) != FAMILIES[family].sees_whole
+
+
+def _train_as_padded(
+    family: str, folders: Callable[[str], Path], output: Path, **options: str
+) -> list[float]:
+    """Compare a run with one whose rows are padded. Returns its tokens per computed one."""
     if family == "mistral3":
         pytest.importorskip("torchvision", reason="its processor needs torchvision")
     folder = folders(family)
-    options = {
+    run = {
         **OPTIONS,
+        **options,
         "model_name": folder,
-        "dataset": folder / "rows.jsonl",
-        "eval_dataset": folder / "held_out.jsonl",
+        "dataset": folder / options["dataset"],
+        "eval_dataset": folder / options["eval_dataset"],
         "batch_size": 4,
         "gradient_accumulation_steps": 2,
     }
-    output = train_ok(1, tmp_path / "free", **options)
-    train_ok(1, tmp_path / "padded", batching="padded", **options)
+    said = train_ok(1, output / "free", **run)
+    train_ok(1, output / "padded", batching="padded", **run)
     for name in ("loss", "grad_norm", "eval_loss"):
-        free, padded = (read_metrics(tmp_path / each, name) for each in ("free", "padded"))
+        free, padded = (read_metrics(output / each, name) for each in ("free", "padded"))
         assert free == pytest.approx(padded, rel=1e-5)
     free, padded = (
-        load_file(tmp_path / each / "adapter_model.safetensors") for each in ("free", "padded")
+        load_file(output / each / "adapter_model.safetensors") for each in ("free", "padded")
     )
     for name, value in free.items():
         assert (value - padded[name]).norm() < 2e-4 * padded[name].norm()
-    useful = read_metrics(tmp_path / "free", "useful_of_computed")
-    assert ("Rows are padded" in output) == FAMILIES[family].sees_whole
-    assert (min(useful) > 0.97) != FAMILIES[family].sees_whole
+    assert ("Rows are padded" in said) == FAMILIES[family].sees_whole
+    return read_metrics(output / "free", "useful_of_computed")
 
 
 def test_rows_with_images_are_packed_as_they_fit(folders, tmp_path):

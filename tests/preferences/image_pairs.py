@@ -10,12 +10,22 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.helpers.reference import answer_logps, load_base, train_on_loss
 from tests.helpers.rows import write_rows
-from tests.parity.test_images import LORA, PROCESSORS, encode, make_chats
+from tests.parity.test_images import LORA, PROCESSORS, encode, make_chats, picture, png
+from tests.parity.test_multimodal import make_multimodal
+from tests.parity.test_tower_adapters import fill_zeros
 
 STEPS = 4
 BETA = 0.1
 Row = dict[str, Any]
 Side = dict[str, torch.Tensor]
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A tiny model with its processor, whose answers depend on images."""
+    make_multimodal(folder, family)
+    fill_zeros(folder)
+    PROCESSORS[family](folder)
+    return folder
 
 
 def split_chats(folder: Path) -> list[tuple[list[Row], Row, Row, list[Any]]]:
@@ -130,3 +140,47 @@ def plain(family: str, folder: Path, objective: str) -> Any:
     base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
     loss_of = getattr(PlainLosses(family, folder), objective)
     return train_on_loss(base, loss_of, LORA, steps=STEPS)
+
+
+# --- the same rows for TRL's trainers ---
+
+TRL_CASES = (("qwen3_vl", "dpo"), ("gemma3", "dpo"), ("qwen3_vl", "kto"))
+TRL_LR = 0.3  # of SGD, as in pairs.py
+
+
+def make_model_of_trl(folder: Path, family: str) -> None:
+    """A model whose chat template ends with the answer: TRL learns all that is behind a prompt."""
+    make_model(folder, family)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = str(tokenizer.chat_template)
+    template = template.replace("{{ m.role }}:", "{{ '' if loop.first else '\n' }}{{ m.role }}:")
+    template = template.replace("}}\n{% endfor %}", "}}{% endfor %}")
+    tokenizer.chat_template = template.replace("%}assistant:", "%}{{ '\n' }}assistant:")
+    tokenizer.save_pretrained(folder)
+    rows_of_trl(folder, "dpo")
+
+
+def rows_of_trl(folder: Path, objective: str) -> list[Row]:
+    """Rows in TRL's form: places for images are parts, and their files are in a column."""
+    said = [(2, "name it"), (0, "write seven words"), (1, "which number"), (1, "sort"), (0, "so")]
+    images = iter(range(9))
+    rows = []
+    for number, (count, question) in enumerate(said):
+        names = [f"of_trl_{next(images)}.png" for _ in range(count)]
+        for place, name in enumerate(names):
+            shown = picture(40 + 9 * number, 60 - 7 * place, seed=number)
+            (folder / name).write_bytes(png(shown))
+        parts = [{"type": "image", "text": None}] * count + [{"type": "text", "text": question}]
+        answers = {
+            "chosen": [
+                {"role": "assistant", "content": "blue river " * (1 + number % 2) + "seven"}
+            ],
+            "rejected": [worse(number)],
+        }
+        if objective == "kto":
+            is_chosen = number % 3 > 0
+            side = "chosen" if is_chosen else "rejected"
+            answers = {"completion": answers[side], "label": is_chosen}
+        prompt = [{"role": "user", "content": parts}]
+        rows.append({"images": names, "prompt": prompt, **answers})
+    return rows

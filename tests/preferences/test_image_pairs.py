@@ -1,24 +1,37 @@
 """Preferences on rows with images train as in a plain loop of PEFT."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.metrics import metrics_of
 from tests.helpers.reference import LINEARS
+from tests.helpers.rows import write_rows
 from tests.helpers.run import train_ok
-from tests.parity.test_images import OPTIONS, PROCESSORS, check_as_plain
-from tests.parity.test_multimodal import make_multimodal
-from tests.preferences.image_pairs import STEPS, plain, write_image_pairs
+from tests.parity.test_images import OPTIONS, check_as_plain
+from tests.preferences.image_pairs import (
+    STEPS,
+    TRL_CASES,
+    TRL_LR,
+    make_model,
+    make_model_of_trl,
+    plain,
+    rows_of_trl,
+    write_image_pairs,
+)
+from tests.preferences.pairs import sketch
+
+TRL = json.loads(Path(__file__).with_name("trl_images.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def make(family: str) -> Path:
-        folder = make_multimodal(tmp_path_factory.mktemp(family), family)
-        PROCESSORS[family](folder)
+        folder = make_model(tmp_path_factory.mktemp(family), family)
         write_image_pairs(folder)
         return folder
 
@@ -59,3 +72,20 @@ def test_preferences_on_images_train_as_in_a_plain_loop(
     )
     assert ("Rows are padded" in output) == (family == "gemma3")
     check_as_plain(tmp_path / "out", plain(family, folder, objective))
+
+
+@pytest.mark.parametrize(("family", "objective"), TRL_CASES)
+def test_preferences_on_images_match_trl(family, objective, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_model_of_trl(folder, family)
+    options = options_of(folder, objective)
+    options |= {"dataset": write_rows(folder / "rows.jsonl", rows_of_trl(folder, objective))}
+    options |= {"optimizer": "sgd", "lr": TRL_LR}
+    train_ok(1, tmp_path / "out", **options, batch_size=2, gradient_accumulation_steps=3)
+    expected = TRL[f"{family}, {objective}"]
+    found = metrics_of(tmp_path / "out")
+    assert len(found) == len(expected["steps"]) == STEPS
+    for ours, trl in zip(found, expected["steps"], strict=True):
+        assert {key: ours[key] for key in trl} == pytest.approx(trl, rel=1e-5, abs=1e-5)
+    assert sketch(tmp_path / "out") == pytest.approx(expected["adapter"], rel=1e-5, abs=1e-5)
