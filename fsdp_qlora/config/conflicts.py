@@ -163,7 +163,7 @@ def _tower_errors(c: TrainConfig) -> Iterator[str]:
     if words and c.objective != "sft":
         yield (
             f"--lora_target_modules {words}: layers that compute images train with --objective sft "
-            f"alone, and not with {c.objective}. Leave the words out."
+            f"alone, not {c.objective}. Leave the words out."
         )
     if words and c.kind.adapter == "dora":
         yield (

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_qlora.data.content import Chat, Fields, PreferenceRow
+from fsdp_qlora.data.text.chats import read_chat
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import RequestedFormat
+from fsdp_qlora.data.text.templates import as_chat
 from tests.helpers.metrics import metrics_of
 from tests.helpers.reference import LINEARS
 from tests.helpers.rows import write_rows
@@ -89,3 +94,56 @@ def test_preferences_on_images_match_trl(family, objective, tmp_path):
     for ours, trl in zip(found, expected["steps"], strict=True):
         assert {key: ours[key] for key in trl} == pytest.approx(trl, rel=1e-5, abs=1e-5)
     assert sketch(tmp_path / "out") == pytest.approx(expected["adapter"], rel=1e-5, abs=1e-5)
+
+
+IMAGE = {"bytes": b"x", "path": None}
+PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "who?"}]
+
+
+def said(role: str, content: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+def of_sharegpt(role: str, value: str) -> dict[str, str]:
+    return {"from": role, "value": value}
+
+
+WORDS = {"chosen": "go", "rejected": "no"}
+ANSWERS = {
+    name: said("assistant", [{"type": "text", "text": word}]) for name, word in WORDS.items()
+}
+# Columns of published sets, whose prompt shows one image.
+SETS: dict[str, dict[str, Any]] = {
+    "RLAIF-V": {"question": "who?", "image": IMAGE, "image_path": "a.jpg", **WORDS},
+    "text": {"prompt": "who?", "image": IMAGE, **WORDS},
+    "trl-lib/rlaif-v": {"prompt": said("user", "who?"), "images": [IMAGE], **ANSWERS},
+    "H4/rlaif-v": {"prompt": said("user", PARTS), "images": [IMAGE], **ANSWERS},
+    "whole": {
+        "images": [IMAGE],
+        **{name: said("user", PARTS) + answer for name, answer in ANSWERS.items()},
+    },
+    "RLHF-V": {
+        "conversations": [of_sharegpt("human", "<image>who?")],
+        "chosen": of_sharegpt("gpt", "go"),
+        "rejected": of_sharegpt("gpt", "no"),
+        "images": [IMAGE],
+    },
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SETS)
+def test_images_are_found_in_published_preference_sets(name):
+    row = SETS[name]
+    reading = RequestedFormat().find([*row], [row])
+    assert reading.dataset_format == "preference" and not reading.watched
+    content = FORMATS["preference"].read(reading.named(row))
+    assert isinstance(content, PreferenceRow)
+    for answer, word in zip(content.answers, ("go", "no"), strict=True):
+        if isinstance(answer, Fields):
+            assert answer.shows
+            answer = read_chat(answer.shows, as_chat(answer).messages)
+        assert isinstance(answer, Chat) and answer.images == (b"x",)
+        first, last = answer.messages
+        assert first["content"] == [{"type": "image"}, {"type": "text", "text": "who?"}]
+        assert last["content"] == [{"type": "text", "text": word}]
