@@ -165,7 +165,8 @@ def _answer_in_session(
     questions: "list[Question]",
     sampling: "SamplingOptions",
 ) -> None:
-    from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
+    from fsdp_qlora.run.chat import chat
+    from fsdp_qlora.run.open_model import LoadedModel, answer_file
 
     at_a_time = config.batch_size if args.prompts else 1
     model = LoadedModel(config, session, sampling, folder, questions, at_a_time=at_a_time)

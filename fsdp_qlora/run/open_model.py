@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import logging
 import sys
@@ -10,15 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.content import Chat
+from fsdp_qlora.data.batches.row_images import RowImages
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.distributed.process_group import all_gather_strings
-from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.model.kernels.in_use import use_ways
 from fsdp_qlora.planning.generation import AnswerSize, plan_generation
@@ -42,8 +37,6 @@ from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 from fsdp_qlora.utils.text import plural
 
 log = logging.getLogger("fsdp_qlora")
-
-_IDLE = datetime.timedelta(days=7)  # how long a chat waits for its user
 
 
 def load_trained(
@@ -154,9 +147,16 @@ class LoadedModel:
             return kept_gathered(self._model)
         return contextlib.nullcontext()
 
-    def stream(self, prompt: EncodedPrompt, index: int, output: Any) -> str:
-        """Answer one prompt on rank 0, which streams the text; returns the answer there."""
-        prompts = {index: prompt.ids} if self.ranks.is_rank_0 else {}
+    def stream(self, prompt: EncodedPrompt | None, index: int, output: Any) -> str:
+        """Answer one prompt on rank 0, which streams the text; returns the answer there.
+
+        prompt: on rank 0; not used on others.
+        """
+        prompts: dict[int, list[int]] = {}
+        images: dict[int, RowImages] = {}
+        if self.ranks.is_rank_0 and prompt is not None:
+            prompts[index] = prompt.ids
+            images[index] = prompt.images
         printed = 0
         held = len(self.format.stop_text)
 
@@ -172,7 +172,7 @@ class LoadedModel:
             printed = ready
 
         with self.kept_gathered():
-            completions = self.generator.generate(prompts, show, images={index: prompt.images})
+            completions = self.generator.generate(prompts, show, images=images)
         if not completions:  # on the other ranks
             return ""
         text = self.stops.text_of(completions[index].token_ids)
@@ -233,42 +233,3 @@ def answer_file(
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
             partial.write_text("".join(lines), encoding="utf-8")
         log.info("Saved: %s (%d prompts)", out, len(questions))
-
-
-def chat(model: LoadedModel, system: str) -> None:
-    """Answer each line typed on rank 0 until the input ends.
-
-    A model that was trained on chats sees earlier turns.
-    """
-    is_terminal = sys.stdin.isatty()
-    # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be
-    # busy meanwhile.
-    waiting = dist.new_group(timeout=_IDLE, backend="gloo")
-    first = [{"role": "system", "content": system}] if system else []
-    messages = first
-    turn = 0
-    if model.ranks.is_rank_0 and is_terminal:
-        print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
-    while True:
-        line = _read_line(model.ranks, is_terminal, waiting)
-        if line is None:
-            return
-        if not line:
-            messages = first
-            continue
-        question = Chat([*messages, {"role": "user", "content": line}])
-        text = model.stream(model.format.encode(question), turn, sys.stdout)
-        turn += 1
-        if model.format.keeps_history:
-            messages = [*question.messages, {"role": "assistant", "content": text}]
-
-
-def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> str | None:
-    """A line that was typed on rank 0, on every rank; None at the end."""
-    line = ""
-    if ranks.is_rank_0:
-        if is_terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-    line = all_gather_strings(line, torch.device("cpu"), waiting)[0]
-    return line.strip() if line else None
