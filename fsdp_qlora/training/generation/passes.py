@@ -60,14 +60,13 @@ class Batch(NamedTuple):
         # All images of one size have the same tokens.
         shown = [each.names.tobytes() for each in images] or [b""] * len(all_prompts)
         keys = [*zip(all_prompts, shown, strict=True)]
-        firsts = {key: index for index, key in reversed([*enumerate(keys)])}
-        chosen = sorted(firsts.values())
-        place_of = {keys[index]: place for place, index in enumerate(chosen)}
-        return cls(
-            [all_prompts[index] for index in chosen],
-            [place_of[key] for key in keys],
-            [images[index] for index in chosen] if images else (),
-        )
+        distinct = [*dict.fromkeys(keys)]
+        place_of = {key: place for place, key in enumerate(distinct)}
+        places = [place_of[key] for key in keys]
+        # Equal keys have equal images, so any of theirs will do.
+        image_of = dict(zip(places, images, strict=False))
+        own_images = [image_of[place] for place in range(len(distinct))] if images else ()
+        return cls([prompt for prompt, _ in distinct], places, own_images)
 
 
 class Passes:
@@ -110,6 +109,8 @@ class Passes:
         self._is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
         self._parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = cache_argument(model)
+        # Later passes do not get the images again.
+        assert self._cache_name or not self._images, "answers to images need a cache"
         self._most = most
         self._graphs: TokenGraphs | None = None
         self._has_token = False
