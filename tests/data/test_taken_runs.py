@@ -46,6 +46,9 @@ def test_ranks_take_one_part_and_a_start_that_continues_keeps_it(models, tmp_pat
     statuses, planned = run_ranks(1, [*dry, "--device", "cpu"], tmp_path / "logs_dry")
     assert statuses == [0], planned[-4000:]
     assert "Rows taken: 0.7" in planned and "Tokenizing" in planned
+    shown = flags(**options, output_dir=tmp_path / "dry", dry_run="samples=2")
+    statuses, samples = run_ranks(1, [*shown, "--nproc_per_node", "2"], tmp_path / "logs_shown")
+    assert statuses == [0] and "Tokenizing" not in samples and "Rows taken: 0.7" in samples
     whole = run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "logs")
     assert "Tokenizing" not in whole  # the dry run has filled the cache
     for start in ("Rows taken:", "Rows:", "Steps: 6 of 4 rows"):
