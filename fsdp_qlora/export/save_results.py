@@ -164,10 +164,10 @@ def _as_served(
 
 
 def _complete_pair(module: LoraExperts, wrapper: str, state: dict[str, torch.Tensor]) -> None:
-    """Add zeros for the one of two parameters of experts that has no adapter.
+    """Add a zero adapter where only one of two parameters of experts has an adapter.
 
-    vLLM expects an outer adapter, which it gives to the second parameter, and an inner one, which it
-    gives to the first. It fails without both.
+    In vLLM the inner adapter belongs to gate and up, and the outer one to down. It fails without
+    either of them.
 
     wrapper: the outer adapter's name in `state`.
     """

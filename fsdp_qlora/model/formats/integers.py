@@ -329,7 +329,8 @@ def _grown(
     """
     lowest, highest = (end[:, groups] for end in ends)
     per_value = torch.maximum(values / (highest + 0.5), values / (lowest - 0.5))
-    needed = torch.zeros(scale.shape).index_reduce_(1, groups, per_value, "amax")
+    needed = torch.zeros(scale.shape)
+    needed.scatter_reduce_(1, groups.expand_as(per_value), per_value, "amax")
     return torch.where(needed > scale.float(), needed.to(scale.dtype), scale)
 
 
