@@ -261,11 +261,6 @@ class CommandReader:
         drawing, own = read_sample_request(queued.id, request, base.limits, base.images)
         return WantedSample(sampler, drawing, own)
 
-    def limits_of(self, wanted: WantedSample) -> Limits:
-        """The limits of the base that a request samples from."""
-        number = 0 if wanted.base is None else self.base_named(wanted.base)
-        return self.bases[number].limits
-
     def samples_trained_base(self, sampler: str) -> bool:
         """Whether a sampler is of the base whose adapters are trained, with one or without."""
         entry = self.records.samplers.get(sampler)

@@ -174,7 +174,8 @@ class RequestSampler:
         trainer = self.adapters.trainer
         asked = [(each, sample) for each in requests for sample in range(each.num_samples)]
         longest = drawing.max_tokens + max(len(each.prompt) for each in requests)
-        size = AnswerSize(longest, drawing.max_tokens)
+        most_values = max(each.images.num_values for each in requests)
+        size = AnswerSize(longest, drawing.max_tokens, most_values)
         plan = plan_generation(self.placed, len(asked), size, self.free)
         options = drawing.options()
         stops = self.stops(drawing)

@@ -72,14 +72,10 @@ class SampleRequest:
 
 
 class SampleGroup:
-    """Requests that are answered together.
+    """Requests that are answered together."""
 
-    most_values: the maximum number of values of their images.
-    """
-
-    def __init__(self, requests: list[SampleRequest], most_values: int) -> None:
+    def __init__(self, requests: list[SampleRequest]) -> None:
         self.requests = requests
-        self.most_values = most_values
 
     def has_room_for(self, request: SampleRequest) -> bool:
         """Whether the samples and values of prompts fit into memory with one more request."""
@@ -92,7 +88,6 @@ class SampleGroup:
             num_samples <= MAX_SAMPLES
             and prompt_values(num_tokens, top) <= MAX_PROMPT_VALUES
             and sum(each.images.num_bytes for each in together) <= _MAX_IMAGE_BYTES
-            and sum(each.images.num_values for each in together) <= self.most_values
         )
 
 

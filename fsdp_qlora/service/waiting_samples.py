@@ -48,7 +48,7 @@ class WaitingSamples:
         if first.id in self.alone:
             return
         wanted = self.read(first)
-        group = SampleGroup([wanted.request], self.reader.limits_of(wanted).image_values)
+        group = SampleGroup([wanted.request])
         looked_at = 0
         for other in self.queue.samples():
             if other.id in self.alone:
