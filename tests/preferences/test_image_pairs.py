@@ -2,20 +2,22 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_qlora.data.content import Chat, Fields, PreferenceRow
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.templates import as_chat
-from tests.helpers.metrics import metrics_of
+from tests.helpers.metrics import metrics_of, read_metrics
 from tests.helpers.reference import LINEARS
 from tests.helpers.rows import write_rows
-from tests.helpers.run import train_ok
+from tests.helpers.run import flags, on_ranks, train_ok
 from tests.parity.test_images import OPTIONS, check_as_plain
 from tests.preferences.image_pairs import (
     STEPS,
@@ -147,3 +149,56 @@ def test_images_are_found_in_published_preference_sets(name):
         first, last = answer.messages
         assert first["content"] == [{"type": "image"}, {"type": "text", "text": "who?"}]
         assert last["content"] == [{"type": "text", "text": word}]
+
+
+def _count_images(argv: list[str], file: Path) -> int:
+    """A run; writes how many images each call of its vision tower has got on this rank."""
+    import train
+
+    counts = []
+
+    def note(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if type(module).__name__.endswith("Qwen3VLVisionModel"):
+            [grids] = [*args[1:2], *(kwargs[name] for name in ("grid_thw",) if name in kwargs)]
+            counts.append(len(grids))
+
+    with torch.nn.modules.module.register_module_forward_hook(note, with_kwargs=True):
+        status = train.main(argv)
+    file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(counts))
+    return status
+
+
+def test_an_image_is_computed_once_a_pair_and_a_resumed_run_is_the_same(folders, tmp_path):
+    folder = folders("qwen3_vl")
+    options = options_of(folder, "dpo") | {
+        "batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "recompute": "all",
+        "save_every": 1,
+        "save_total_limit": 9,
+        "context_length": 512,
+        "lora_dropout": 0.1,
+    }
+    argv = flags(output_dir=tmp_path / "whole", quant_cache="off", log_to="stdout", **options)
+    statuses, output = on_ranks(1, _count_images, (argv, tmp_path / "counts"), tmp_path / "logs")
+    assert statuses == [0], output
+    counts = json.loads((tmp_path / "counts.0").read_text())
+    # Six images in eight pairs. Before the first step two rows are tried, together and alone.
+    assert sum(counts[-3 * STEPS :]) == 6 * STEPS and len(counts) == 3 * STEPS + 2
+    train_ok(1, tmp_path / "resumed", resume=tmp_path / "whole/checkpoints/step_000001", **options)
+    first, second = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "resumed")
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_reference_of_images_may_be_computed_before_training(objective, folders, tmp_path):
+    options = options_of(folders("qwen3_vl"), objective) | {"batch_size": 4, "num_epochs": 2}
+    records = []
+    for precomputes in (False, True):
+        output = tmp_path / str(precomputes)
+        train_ok(1, output, precompute_reference=precomputes, **options)
+        records.append(read_metrics(output))
+    assert records[1] == pytest.approx(records[0], rel=1e-5)
