@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -101,24 +102,50 @@ def make_model(folder: Path) -> None:
 
 
 def make_rows(folder: Path) -> None:
-    """Squares of four colours, no two alike, on a grey of its own."""
+    """Squares of four colours, no two alike, on a grey of its own.
+
+    rows.jsonl has their colours, guesses.jsonl a colour at random for each, pairs.jsonl the right
+    colour beside another one, and questions.jsonl the right one in a column for a reward function.
+    """
     numbers = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = []
+    rows: dict[str, list[dict[str, Any]]] = {
+        "rows": [],
+        "guesses": [],
+        "pairs": [],
+        "questions": [],
+    }
     for number in range(400):
-        color, channels = numbers.choice(sorted(COLORS.items()))
-        image = Image.new("RGB", (56, 56), (numbers.randrange(256),) * 3)
-        square = tuple(
-            min(255, max(0, channel + numbers.randrange(-25, 26))) for channel in channels
-        )
-        image.paste(square, (numbers.randrange(16), numbers.randrange(16), 44, 44))
-        image.save(folder / f"{number}.png")
-        chat = [
-            {"role": "user", "content": f"<image>{QUESTION}"},
-            {"role": "assistant", "content": color},
-        ]
-        lines.append(json.dumps({"messages": chat, "images": [f"{number}.png"]}) + "\n")
-    (folder / "rows.jsonl").write_text("".join(lines))
+        color = draw_square(folder / f"{number}.png", numbers)
+        # not from `numbers`: squares stay the same
+        guesses = random.Random(number)
+        other = guesses.choice([each for each in sorted(COLORS) if each != color])
+        question = {"role": "user", "content": f"<image>{QUESTION}"}
+        images = {"images": [f"{number}.png"]}
+        rows["rows"].append(images | {"messages": [question, said(color)]})
+        guess = guesses.choice(sorted(COLORS))
+        rows["guesses"].append(images | {"messages": [question, said(guess)]})
+        pair = {"prompt": [question], "chosen": [said(color)], "rejected": [said(other)]}
+        rows["pairs"].append(images | pair)
+        rows["questions"].append(images | {"prompt": [question], "color": color})
+    for name, made in rows.items():
+        lines = [json.dumps(row) + "\n" for row in made]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def draw_square(path: Path, numbers: random.Random) -> str:
+    """Save the image of a square. Returns its colour."""
+    color, channels = numbers.choice(sorted(COLORS.items()))
+    image = Image.new("RGB", (56, 56), (numbers.randrange(256),) * 3)
+    square = tuple(min(255, max(0, channel + numbers.randrange(-25, 26))) for channel in channels)
+    image.paste(square, (numbers.randrange(16), numbers.randrange(16), 44, 44))
+    image.save(path)
+    return color
+
+
+def said(color: str) -> dict[str, str]:
+    """A colour as the model's turn."""
+    return {"role": "assistant", "content": color}
 
 
 if __name__ == "__main__":

@@ -48,6 +48,15 @@ from fsdp_qlora.utils.run_files import BEST, CARD, CHECKPOINTS
 
 log = logging.getLogger("fsdp_qlora")
 
+# Files of a base that training leaves as they are, and that its weights are of no use without.
+_OF_THE_BASE = (
+    "config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
 
 def write_sidecar(
     tokenizer: PreTrainedTokenizerBase,
@@ -59,7 +68,7 @@ def write_sidecar(
 
     Args:
         texts: file name -> its text.
-        base_folder: of the base, whose configuration goes with a whole model.
+        base_folder: of the base, whose configuration and processor go with a whole model.
     """
     try:
         tokenizer.save_pretrained(str(folder))
@@ -69,7 +78,7 @@ def write_sidecar(
         if "No space left" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise
-    for name in ("config.json", "generation_config.json"):
+    for name in _OF_THE_BASE:
         if base_folder and (base_folder / name).is_file():
             shutil.copyfile(base_folder / name, folder / name)
     for name, text in texts.items():

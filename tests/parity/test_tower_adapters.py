@@ -148,8 +148,9 @@ def test_all_of_a_decoder_trains_on_ranks_with_and_without_images(folders, tmp_p
         out = tmp_path / str(ranks)
         train_ok(ranks, out, gradient_accumulation_steps=4 // ranks, batch_size=1, **options)
         found[ranks] = read_metrics(out)
-        # The result is the whole model.
+        # The result is the whole model, with the processor of its images.
         AutoModelForImageTextToText.from_pretrained(out)
+        assert ImageProcessor.find(out, str(out)) is not None
     assert found[2] == pytest.approx(found[1], rel=1e-5)
     whole, base = (load_file(each / "model.safetensors") for each in (out, folder))
     changed = {name for name in base if not whole[name].equal(base[name])}
