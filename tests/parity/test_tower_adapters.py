@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from fsdp_qlora.config.text import TOWERS
+from fsdp_qlora.data.text.image_processor import ImageProcessor
 from tests.helpers.metrics import read_metrics
 from tests.helpers.reference import LINEARS
 from tests.helpers.rows import write_rows
