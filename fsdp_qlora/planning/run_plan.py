@@ -15,6 +15,7 @@ from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.held_out import PromptSets
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.data.taken_rows import TAKEN
 from fsdp_qlora.distributed.device import shares_host_memory
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.model_parts import count_bytes
@@ -28,6 +29,7 @@ from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.teacher import plan_teacher
 from fsdp_qlora.sharding.optimizer import check_shard_sizes
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
@@ -213,18 +215,32 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
 
 
 def with_rows_per_step(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
-    """The plan with the rows per step that the run was started with; None for a new run."""
-    if global_batch_size in (None, plan.schedule.global_batch_size):
-        return plan
-    schedule = make_schedule(
-        config,
-        plan.data,
-        plan.schedule.data_size,
-        rows_per_step=global_batch_size,
-        pads_images=plan.model.pads_images,
-    )
-    plan = dataclasses.replace(
-        plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule)
-    )
-    log.info(schedule.describe(plan.warmup_steps))
+    """The plan with the rows per step that the run was started with; None for a new run.
+
+    Raises UserError: a new run has the rows of the one that it replaces, too few for its steps.
+    """
+    if global_batch_size not in (None, plan.schedule.global_batch_size):
+        schedule = make_schedule(
+            config,
+            plan.data,
+            plan.schedule.data_size,
+            rows_per_step=global_batch_size,
+            pads_images=plan.model.pads_images,
+        )
+        plan = dataclasses.replace(
+            plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule)
+        )
+        log.info(schedule.describe(plan.warmup_steps))
+    _refuse_few_rows(config, plan)
     return plan
+
+
+def _refuse_few_rows(config: TrainConfig, plan: Plan) -> None:
+    """Raise UserError if a part of the rows was taken that ends the run before --max_steps."""
+    num_steps = plan.schedule.total_steps
+    if TAKEN in plan.data.provenance and num_steps < config.max_steps:
+        raise UserError(
+            f"--max_steps {config.max_steps}: the rows that were taken for the unfinished run are "
+            f"enough for {num_steps} steps of this one, which does not continue it. Take rows anew "
+            "with --resume off:replace."
+        )

@@ -83,6 +83,21 @@ def test_a_run_that_took_all_rows_continues_with_all(models, tmp_path):
     assert "Rows taken" in said and record_of(tmp_path / "anew")["taken"]
 
 
+def test_a_run_that_replaces_another_never_ends_before_its_steps(models, tmp_path):
+    out = {**options_of(models, tmp_path, 9000), "output_dir": tmp_path / "out"}
+    run(out, tmp_path / "logs0", ANY, fault=_killed_with_a_part)
+    assert record_of(tmp_path / "out")["taken"]
+    out |= {"gradient_accumulation_steps": 400, "max_steps": 6, "resume": "auto:replace"}
+    said = run(out, tmp_path / "logs1", ANY)
+    assert "--max_steps 6: the rows that were taken for the unfinished run are enough" in said
+    assert "with --resume off:replace." in said
+
+
+def _killed_with_a_part() -> None:
+    make_small_large()
+    at_step(4, KILLED, 1)
+
+
 @pytest.mark.parametrize("changes", [{}, {"shuffle": False}], ids=["places", "first"])
 def test_held_out_rows_of_a_part_are_read_again_as_its_prompts(changes, models, tmp_path):
     options = options_of(models, tmp_path, 6000, eval_fraction=0.01, eval_steps=3, **changes)
