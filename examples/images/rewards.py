@@ -1,4 +1,4 @@
-"""A reward function: the colour of the square. `--rewards examples/images/rewards.py:names_color`"""
+"""A reward: the colour of the square. `--rewards examples/images/rewards.py:names_color`"""
 
 from typing import Any
 
