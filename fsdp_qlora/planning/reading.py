@@ -5,6 +5,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from fsdp_qlora.checkpoint.decisions import Decisions, EarlierRun
 from fsdp_qlora.config.learn import read_learn
 from fsdp_qlora.config.marks import REPLACE
@@ -15,7 +17,10 @@ from fsdp_qlora.data.learning_model import LearningModel, options_for
 from fsdp_qlora.data.options import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.taken_rows import NeededRows
+from fsdp_qlora.data.text.chat_template import ChatTemplate
 from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.templates import find_template
+from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning
 from fsdp_qlora.model.architecture.config import most_positions
 from fsdp_qlora.model.architecture.rope import changing_rope
 from fsdp_qlora.planning.plan import ModelPlan
@@ -47,12 +52,29 @@ def with_kept_rows(config: TrainConfig, decisions: Decisions) -> TrainConfig:
     learn = read_learn(config.learn)
     kept = learn.keeping_empty()
     if decisions.keeps_empty and kept != learn and not config.samples_answers:
-        log.info("Learn: %s, with which the run was started", kept.text)
         config = dataclasses.replace(config, learn=tuple(kept.text.split()))
     if decisions.context_length is None:
         return config
     log.info("Context: %s tokens, with which the run was started", f"{decisions.context_length:,}")
     return dataclasses.replace(config, context_length=decisions.context_length)
+
+
+def say_kept_learning(
+    asked: TrainConfig, kept: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Say that empty blocks for reasoning are learned, where by default they would not be.
+
+    Args:
+        asked: the options as they are given.
+        kept: the same of `with_kept_rows`.
+    """
+    chat_template = ChatTemplate(tokenizer, find_template(kept.prompt_template).chat)
+    writes_blocks = has_end_of_reasoning(chat_template.source)
+    by_default, learn = (
+        read_learn(config.learn).resolved(writes_blocks=writes_blocks) for config in (asked, kept)
+    )
+    if learn != by_default:
+        log.info("Learn: %s, with which the run was started", read_learn(kept.learn).text)
 
 
 Tools = Mapping[str, list[dict[str, Any]]]

@@ -33,6 +33,7 @@ from fsdp_qlora.planning.reading import (
     pick_data,
     read_held_out,
     read_planned_rows,
+    say_kept_learning,
     with_kept_rows,
 )
 from fsdp_qlora.planning.run_plan import Plan, make_plan
@@ -112,7 +113,8 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
     config = with_own_rows(config, setup)
     # A run that continues keeps what was decided about its rows at its beginning.
     decisions = agree_on_decisions(earlier_run(config, machine.world_size), ranks, store)
-    config = with_kept_rows(config, decisions)
+    asked = config
+    config = with_kept_rows(asked, decisions)
     model = plan_model(config, machine, store)
     refuse_new_tokens(config, model)
     # Distributions of student and teacher are compared in chunks of tokens.
@@ -120,6 +122,7 @@ def prepare_run(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> 
         refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_planned_rows(config, model, decisions, setup.tools, data_size=data_size)
+    say_kept_learning(asked, config, model.tokenizer)
     held_out = read_held_out(config, model, data, decisions)
     setup = setup.with_rows(data, held_out, model.tokenizer)
     say_prompts(data, model.tokenizer, setup.stop_text, is_default=config.prompt_template is None)
@@ -134,7 +137,8 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
     setup = open_setup(config.pick(SetupOptions), ranks, None)
     config = with_own_rows(config, setup)
     decisions = agree_on_decisions(earlier_run(config), ranks, None)
-    config = with_kept_rows(config, decisions)
+    asked = config
+    config = with_kept_rows(asked, decisions)
     folder, model_config, tokenizer = read_model(config)
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     model = LearningModel(config.model_name, folder, tokenizer)
@@ -150,6 +154,7 @@ def show_samples(config: TrainConfig, ranks: Ranks) -> str:
         longest=most_positions(model_config),
         needed=needed,
     )
+    say_kept_learning(asked, config, tokenizer)
     sides = ("student", "teacher") if config.objective == "distill" else ()
     # NO_COLOR turns colours off: https://no-color.org.
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

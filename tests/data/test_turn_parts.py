@@ -22,7 +22,12 @@ from fsdp_qlora.data.text.preferences import with_mismatched_answers
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning
-from fsdp_qlora.planning.reading import earlier_run, pick_data, with_kept_rows
+from fsdp_qlora.planning.reading import (
+    earlier_run,
+    pick_data,
+    say_kept_learning,
+    with_kept_rows,
+)
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
 from tests.helpers.run import ROOT
@@ -504,3 +509,25 @@ def test_a_run_that_continues_keeps_its_empty_blocks(tmp_path):
     assert kept(before, resume="auto:replace", dataset=("b.jsonl",)) == "assistant"
     same = {"resume": "auto:replace", "dataset": ("a.jsonl",)}
     assert kept(before, **same) == "assistant +empty_reasoning"
+
+
+def test_kept_empty_blocks_are_said_where_the_template_writes_some(tmp_path, caplog):
+    caplog.set_level("INFO", "fsdp_qlora")
+    (tmp_path / "run.json").write_text(json.dumps({"options": {"learn": "assistant"}}))
+
+    def said(template: str, *learn: str) -> list[str]:
+        caplog.clear()
+        tokenizer = tokenizer_of("qwen3", has_marks=True)
+        tokenizer.chat_template = template
+        asked = TrainConfig(output_dir=str(tmp_path), learn=learn or ("assistant",))
+        kept = with_kept_rows(asked, earlier_run(asked).decisions())
+        say_kept_learning(asked, kept, tokenizer)
+        return [line for line in caplog.messages if line.startswith("Learn:")]
+
+    try:
+        line = "Learn: assistant +empty_reasoning, with which the run was started"
+        assert said(source_of("qwen3")) == [line]
+        assert said(PLAIN) == said(source_of("qwen3"), "+empty_reasoning") == []
+        assert said(source_of("qwen3"), "all") == []
+    finally:
+        tokenizer_of.cache_clear()
