@@ -167,6 +167,8 @@ def grown_scales(
     rows: float32 [rows, columns]. scale: float32 [row blocks, column blocks]. A power of two fits
     every type of scales in files, and leaves the values that have not changed what they are.
     """
+    # Files may have zero for a block of zeros, which could not grow.
+    scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
     excess = _largest(rows, block) / (scale * torch.finfo(code_dtype).max)
     # 2**exponent is above the excess.
     _, exponent = torch.frexp(excess)
