@@ -227,9 +227,10 @@ def _split_experts(
 
 
 def _write_config(config: LoraConfig, folder: Path) -> None:
-    """Write adapter_config.json as PEFT does, but with its sets in order.
+    """Write adapter_config.json as PEFT does, but with its sets in order, and patterns in theirs.
 
-    So the same adapter has the same file: Python's order of a set of texts differs by process.
+    So the same adapter has the same file: Python's order of a set of texts differs by process. PEFT
+    sorts patterns, of which the first match counts when it reads them.
     """
     config.save_pretrained(str(folder))
     path = folder / "adapter_config.json"
@@ -237,7 +238,8 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
     for name, value in vars(config).items():
         if isinstance(value, set):
             content[name] = sorted(value)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    content |= {"rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -242,19 +242,28 @@ def evaluated(ranks: int, folder: Path, **options: object) -> float:
     return float(loss)
 
 
+BF16 = {
+    "precision": "bf16",
+    "use_rslora": True,
+    # The first match counts, and these are not in the order of the alphabet.
+    "rank_pattern": "layers.0.*_proj=3,down_proj=6",
+    "alpha_pattern": "up_proj=7,k_proj=5",
+}
 MERGED = [f"{form}, 2 ranks" for form in FORMS] + ["nvfp4, 1 rank", "nf4, 1 rank"]
+MERGED += ["nf4, 1 rank, bf16", "fp8 blocks, 2 ranks, bf16"]
 
 
 @pytest.mark.parametrize("case", all_slow_but("nvfp4, 2 ranks", MERGED))
 def test_merge_writes_the_very_weights_that_a_run_evaluated(case, models, tmp_path):
-    form, _, way = case.partition(", ")
+    form, way, *others = case.split(", ")
     ranks = int(way[0])
     base = save_base(models, tmp_path / "base", form)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     held_out = write_rows(tmp_path / "held_out.jsonl", make_rows(6, seed=1))
     out = tmp_path / "out"
-    batch = {"batch_size": 2, "precision": "fp32"}
-    train_ok(ranks, out, model_name=base, dataset=rows, eval_dataset=held_out, **RUN | batch)
+    options = RUN | {"batch_size": 2} | (BF16 if others else {})
+    batch = {"batch_size": 2, "precision": options["precision"]}
+    train_ok(ranks, out, model_name=base, dataset=rows, eval_dataset=held_out, **options)
     first, *_, last = read_metrics(out, "eval_loss")
     assert last != first
     merged = tmp_path / "merged"
