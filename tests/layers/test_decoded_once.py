@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.model.adapters.merge_aware import MergeAwareLinear
 from fsdp_qlora.model.quantizers.decoded_once import decoded_bytes, decoded_once
 from tests.layers.shards import weight_of
 from tests.layers.test_quantizers import _fill, _layer
@@ -44,4 +45,8 @@ def test_kernels_that_multiply_codes_keep_them():
     assert decoded_bytes(int8.modules(), 64, CPU) == 0
     # bitsandbytes' kernel for few tokens reads the codes on a GPU.
     assert decoded_bytes(nf4.modules(), 1, GPU) == 0
-    assert decoded_bytes(nf4.modules(), 64, GPU) == decoded_bytes(nf4.modules(), 1, CPU) > 0
+    every = decoded_bytes(nf4.modules(), 1, CPU)
+    assert decoded_bytes(nf4.modules(), 64, GPU) == every > 0
+    # A weight that would be rounded again for each token is kept instead.
+    MergeAwareLinear(nf4[0], rank=2, scaling=1.0, dropout=0.0)
+    assert decoded_bytes(nf4.modules(), 1, GPU) == every

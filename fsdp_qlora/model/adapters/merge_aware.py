@@ -114,3 +114,8 @@ class MergeAwareLinear(LoraLinear):
     """A quantized base layer whose weight is rounded with the update of its adapter."""
 
     adapter = MergeAwareAdapter
+
+    def __init__(self, base_layer: nn.Module, **options: Any) -> None:
+        super().__init__(base_layer, **options)
+        assert isinstance(base_layer, RoundedWeight)
+        base_layer.is_rounded_again = True

@@ -196,7 +196,8 @@ class Bnb4bitWeight(RoundedWeight):
         return part.choose(codes), part.choose(absmax)
 
     def decodes(self, num_tokens: int, device: torch.device) -> bool:
-        return device.type == "cpu" or num_tokens > _FEW_TOKENS
+        # Rounding takes longer than decoding: it is done once where that can be.
+        return self.is_rounded_again or device.type == "cpu" or num_tokens > _FEW_TOKENS
 
     # bitsandbytes' fused kernel multiplies by the transpose of the stored matrix, which is W, or
     # W^T if transposed.

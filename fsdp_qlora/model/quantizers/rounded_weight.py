@@ -44,7 +44,11 @@ class RoundedWeight(QuantizedWeight):
 
     Statistics of a whole weight stay: a scale of a matrix, which layers that a server fuses share,
     and the mean of absmax. Those of blocks change where the values need it.
+
+    is_rounded_again: whether each product rounds it with an update, which its codes are not for.
     """
+
+    is_rounded_again = False
 
     @property
     def rounded_together(self) -> int:
