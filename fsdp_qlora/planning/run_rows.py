@@ -132,6 +132,15 @@ def _of_answers(schedule: Schedule) -> Schedule:
     )
 
 
+def _most_prompts(num_answers: int, per_prompt: int) -> int:
+    """The prompts of consecutive answers, at most."""
+    whole, rest = divmod(num_answers, per_prompt)
+    if not rest or per_prompt % num_answers == 0:
+        return max(1, whole)
+    # The first and the last prompt may have further answers in other micro-batches.
+    return whole + 2 if rest > 1 else whole + 1
+
+
 class RunRows:
     """The rows and steps of a run, whose context may be shorter than the prepared rows'.
 
@@ -191,7 +200,7 @@ class RunRows:
         at_a_time = schedule.batch_size
         if self._computed.prompts is not None:
             # Answers that share their prompt share its images, too.
-            at_a_time = -(-at_a_time // times)
+            at_a_time = _most_prompts(at_a_time, times)
             times = 1
         num_values = rows.images.num_values.repeat(times)
         if not self._shares_in_pairs:

@@ -54,20 +54,29 @@ def chat(model: LoadedModel, system: str) -> None:
             shown = []
             continue
         command, _, path = line.partition(" ")
-        if command == _IMAGE and path:
-            shown.append(Path(path.strip()))
+        if command == _IMAGE:
+            shown += _image_at(path.strip(), model.ranks)
             continue
         asked = [*turns, _Turn("user", line, tuple(shown))]
         shown = []
         prompt, reason = _encoded(model, asked)
         if reason:
             if model.ranks.is_rank_0:
-                print(reason, file=sys.stderr)
+                forgotten = " Its images are forgotten." if asked[-1].images else ""
+                print(reason + forgotten, file=sys.stderr)
             continue
         text = model.stream(prompt, number, sys.stdout)
         number += 1
         if model.format.keeps_history:
             turns = [*asked, _Turn("assistant", text)]
+
+
+def _image_at(path: str, ranks: Ranks) -> list[Path]:
+    """The file that a line names, in a list; rank 0, which reads it, says if there is none."""
+    is_there = Path(path).is_file()
+    if ranks.is_rank_0 and not is_there:
+        print(f"{path or _IMAGE}: there is no such file. {_HELP}", file=sys.stderr)
+    return [Path(path)] if is_there else []
 
 
 def _encoded(model: LoadedModel, turns: Sequence[_Turn]) -> tuple[EncodedPrompt | None, str]:

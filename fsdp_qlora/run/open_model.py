@@ -123,8 +123,10 @@ class LoadedModel:
         self._model = model
         self.stops = Stops(plan.tokenizer, model, self.format.stop_text)
         most_new = sampling.max_new_tokens
+        lengths = [len(prompt.ids) + most_new for prompt in self.prompts]
+        longest = max([config.longest_row, 2 * most_new, *lengths])
         values = [int(prompt.images.num_values.max(initial=0)) for prompt in self.prompts]
-        size = AnswerSize(max(config.longest_row, 2 * most_new), most_new, max(values, default=0))
+        size = AnswerSize(longest, most_new, max(values, default=0))
         generation = plan_generation(placed, at_a_time * ranks.world_size, size, free=None)
         # Beside fewer prompts than are asked for at a time there is room that they will take.
         has_room = generation.at_a_time == at_a_time

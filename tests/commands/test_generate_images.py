@@ -125,12 +125,12 @@ def test_answers_to_images_on_two_ranks_are_those_of_transformers(base, tmp_path
 
 
 def test_a_chat_shows_an_image_with_the_next_question(base, tmp_path):
-    typed = f"/image {base / '0.png'}\nname it\n\n/image missing.png\nso\nwater\n"
+    typed = f"/image {base / '0.png'}\nname it\n\n/image missing.png\nwater\n"
     said = generate(2, tmp_path / "chat", stdin=typed, model_name=base, **OPTIONS)
     tokens = expected(base)
     tokenizer = ImageProcessor(base, FAMILY)._processor.tokenizer
     texts = tokenizer.batch_decode([tokens[0], tokens[4]], skip_special_tokens=True)
-    assert "missing.png cannot be read" in said
+    assert "missing.png: there is no such file." in said
     assert f"{texts[0]}\n" in said and f"{texts[1]}\n" in said
 
 
