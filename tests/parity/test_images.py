@@ -202,11 +202,14 @@ def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
 
 
 def encode(
-    processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any]
+    processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any], shown: str = ""
 ) -> dict[str, torch.Tensor]:
-    """What the processor gives for a chat, and labels: the tokens of what the assistant says."""
+    """What the processor gives for a chat, and labels: the tokens of what the assistant says.
+
+    shown: what stands for an image in a text of this processor.
+    """
     images_shown = {"Qwen3VL": "<|vision_start|><|image_pad|>", "Gemma4": "<|image|>"}
-    shown = images_shown.get(type(processor).__name__, "<start_of_image>")
+    shown = shown or images_shown.get(type(processor).__name__, "<start_of_image>")
 
     def text_of(content: Any) -> str:
         return (
@@ -280,7 +283,7 @@ def check_as_plain(folder: Path, expected: tuple[Any, Any, dict[str, torch.Tenso
     for name, value in saved.items():
         # Adam divides by the root of tiny squares: of gemma4, one matrix (a gate's B) is off by
         # 1.3e-4 since sums have another order than PEFT's, all others by less than 2e-5.
-        assert (value - adapter[name]).norm() < 2e-4 * adapter[name].norm()
+        assert (value - adapter[name]).norm() <= 2e-4 * adapter[name].norm()
 
 
 @pytest.mark.parametrize(
