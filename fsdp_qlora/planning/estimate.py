@@ -26,7 +26,6 @@ from fsdp_qlora.planning.graph_memory import (
     have_graphs,
     next_shorter,
 )
-from fsdp_qlora.planning.image_memory import ImageBytes, image_bytes
 from fsdp_qlora.planning.memory import Memory, Sizes, Step
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
@@ -242,10 +241,13 @@ class _Estimate:
             phases["without graphs"] = self.without._in_backward(adapters, of_optimizer)
             captures = self.without._in_captures(self.graphed)
             phases["capture"] = [before | adapters | sizes for sizes in captures]
-        if step.image_values:
+        if step.images.pixels:
             first_block = {"gathered blocks": self.gathered_sizes[0]}
             at_work = self._kept_for_images() | self._at_images()
             phases["images"] = [before | adapters | first_block | at_work]
+            # Adapters come later, or are there from an earlier micro-batch.
+            there = adapters if step.has_micro_batches else {}
+            phases["gathering for images"] = [before | there | self._gathering_towers()]
         return phases
 
     def _after_forward(
@@ -394,30 +396,30 @@ class _Estimate:
 
     def _kept_for_images(self) -> Sizes:
         """Memory from the forward pass of towers with adapters until their backward pass."""
-        if not (self.step.image_values and self.parts.tower_adapters):
+        images = self.step.images
+        if not (images.pixels and self.parts.tower_adapters):
             return {}
-        images = self._images()
         return {
             "gathered parts for images": sum(map(self._gathered, self.parts.towers.values())),
             "pixels": images.pixels,
             "activations of images": images.kept,
         }
 
+    def _gathering_towers(self) -> Sizes:
+        """Transient memory while the parts for images are gathered, one after the other."""
+        sizes = [self._gathered(tower) for tower in self.parts.towers.values()]
+        # Beside the weights of a part is the buffer that they come in.
+        most = max(sum(sizes[: index + 1]) + size for index, size in enumerate(sizes))
+        return {"gathered parts for images": most}
+
     def _at_images(self) -> Sizes:
         """Transient memory of the parts for images, in their forward or backward pass."""
-        images = self._images()
+        images = self.step.images
         return {
             "gathered parts for images": sum(map(self._gathered, self.parts.towers.values())),
             "pixels": images.pixels,
             "images at work": max(images.at_work, images.backward),
         }
-
-    def _images(self) -> ImageBytes:
-        step = self.step
-        keeps_inputs_only = bool(step.recomputing or step.on_host.blocks)
-        return image_bytes(
-            self.parts.towers.values(), step.image_values, keeps_inputs_only=keeps_inputs_only
-        )
 
     def _gathered_at_work(self) -> list[int]:
         """Bytes of unsharded weights while each block is at work: its own and the next, or all."""

@@ -1,13 +1,21 @@
-"""Memory of the parts of a model that compute images, estimated from the shapes of their layers."""
+"""Memory of the parts of a model that compute images: counted on the meta device, or estimated."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.model.adapters.insert import adapter_modules
+from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.towers import encoder_blocks
+from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.planning.image_passes import PassBytes, count_passes
+from fsdp_qlora.utils.text import first_line
+
+log = logging.getLogger("fsdp_qlora")
 
 _LAYERS = (nn.Conv2d, nn.Conv3d, nn.Linear)  # of which the first of a vision tower takes patches
 
@@ -17,17 +25,75 @@ class ImageBytes(NamedTuple):
 
     pixels: int
     at_work: int
-    """The peak while a block of the encoder is at work."""
+    """The peak of the forward pass, besides what is kept behind it."""
     kept: int
     """Kept for the backward pass; 0 without adapters."""
     backward: int
-    """Needed beside it in the backward pass of a block."""
+    """The peak of the backward pass, besides what is kept."""
+
+
+NO_IMAGE_BYTES = ImageBytes(0, 0, 0, 0)
+
+
+class ImageMemory:
+    """Counts what an image takes, once for each way; several take memory in proportion.
+
+    Args:
+        parts: of a model on the meta device.
+    """
+
+    def __init__(self, parts: ModelParts, precision: Precision) -> None:
+        self._parts = parts
+        self._precision = precision
+        self._counted: dict[bool, PassBytes | None] = {}
+
+    def of(self, lengths: Lengths, *, keeps_inputs_only: bool) -> ImageBytes:
+        """The bytes for the images of a micro-batch.
+
+        Args:
+            keeps_inputs_only: whether blocks with adapters keep nothing besides their inputs.
+        """
+        num_values = lengths.image_values
+        if not num_values:
+            return NO_IMAGE_BYTES
+        of_image = sum(value.numel() for value in lengths.example_image.values())
+        if of_image:
+            if keeps_inputs_only not in self._counted:
+                self._counted[keeps_inputs_only] = self._count(
+                    lengths.example_image, keeps_inputs_only
+                )
+            found = self._counted[keeps_inputs_only]
+            if found is not None:
+                share = num_values / of_image
+                return ImageBytes(
+                    4 * num_values,
+                    int(share * (found.forward - found.kept)),
+                    int(share * found.kept),
+                    int(share * (found.backward - found.kept)),
+                )
+        towers = self._parts.towers.values()
+        return image_bytes(towers, num_values, keeps_inputs_only=keeps_inputs_only)
+
+    def _count(
+        self, image: Mapping[str, torch.Tensor], keeps_inputs_only: bool
+    ) -> PassBytes | None:
+        try:
+            return count_passes(
+                self._parts, self._precision, image, keeps_inputs_only=keeps_inputs_only
+            )
+        except Exception as error:  # a model's own code may fail in any way without values
+            log.info(
+                "The memory that images take in this model is only estimated from the shapes of "
+                "its layers (%s).",
+                first_line(error),
+            )
+            return None
 
 
 def image_bytes(
     towers: Iterable[nn.Module], num_values: int, *, keeps_inputs_only: bool
 ) -> ImageBytes:
-    """Estimate the memory that the images of a micro-batch take.
+    """Estimate the memory that the images of a micro-batch take from the shapes of layers.
 
     A block needs the maximum at its MLP: 4 hidden and 2 to 3 inner states. This is within 16%
     of what Siglip, Qwen2.5-VL's and Qwen3-VL's were measured to hold.

@@ -6,6 +6,7 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.planning.activations import ON_DEVICE, OnHost
 from fsdp_qlora.planning.fit import Placement
+from fsdp_qlora.planning.image_memory import NO_IMAGE_BYTES, ImageBytes
 from fsdp_qlora.planning.workspaces import WORKSPACE
 
 Sizes = dict[str, int]  # what it is -> bytes
@@ -37,8 +38,8 @@ class Step:
     passes: int = 1
     """1 for the policy, 2 with a reference, whose hidden states follow the policy's behind the last
     block."""
-    image_values: int = 0
-    """Numbers that images are made of, in the micro-batch with the maximum."""
+    images: ImageBytes = NO_IMAGE_BYTES
+    """For the images of the micro-batch with the most of them."""
 
     @property
     def num_shards(self) -> int:

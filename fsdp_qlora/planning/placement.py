@@ -262,7 +262,7 @@ def _placed(
         buffer_bytes=bytes_of_variable(BUFFER),
         workspace=machine.workspace,
         passes=1 if reference is Reference.NONE else 2,
-        image_values=lengths.image_values,
+        images=plan.image_memory.of(lengths, keeps_inputs_only=bool(recomputing or on_host.blocks)),
     )
     return PlacedModel(
         plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.bnb_4bit import BITSANDBYTES
 from fsdp_qlora.model.row_sharing import check_context
+from fsdp_qlora.planning.image_memory import ImageMemory
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.sharding.loading.heads import needs_weights, settle_head
@@ -81,6 +82,11 @@ class ModelPlan:
     """The format of weight files that are decoded as they are read."""
     adapter: LoraConfig | None
     """Configuration of the saved adapter; None where a whole model is saved."""
+
+    @cached_property
+    def image_memory(self) -> ImageMemory:
+        """What images take in the model's towers."""
+        return ImageMemory(self.meta.parts, self.precision)
 
     @property
     def pads_images(self) -> bool:

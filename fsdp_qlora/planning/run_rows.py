@@ -188,7 +188,12 @@ class RunRows:
         longest, _ = longest_micro_batch(
             self.schedule, self.data.train_rows, self.lengths, self._computed
         )
-        return self._lengths_of(longest)._replace(image_values=self._most_image_values())
+        lengths = self._lengths_of(longest)
+        processor = self.data.image_processor
+        num_values = self._most_image_values()
+        if processor is None or not num_values:
+            return lengths
+        return lengths._replace(image_values=num_values, example_image=processor.example)
 
     def _most_image_values(self) -> int:
         """Values of the images in the micro-batch with the most, or a bound for them."""

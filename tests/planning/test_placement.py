@@ -42,6 +42,7 @@ from fsdp_qlora.planning.fit import (
     describe_reduction,
 )
 from fsdp_qlora.planning.gpus import GPUS
+from fsdp_qlora.planning.image_memory import image_bytes
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.memory import Memory, Step
 from fsdp_qlora.planning.placement import candidates, least_free
@@ -392,7 +393,8 @@ def test_vision_tower_is_planned_as_it_runs():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
         pixels = torch.empty(2, 3, 448, 448, dtype=torch.bfloat16)
     parts = ModelParts(model)
-    step = replace(STEP, num_tokens=64, recomputing=2, image_values=pixels.numel())
+    images = image_bytes(parts.towers.values(), pixels.numel(), keeps_inputs_only=True)
+    step = replace(STEP, num_tokens=64, recomputing=2, images=images)
     planned = estimate_memory(parts, [BlockBytes(1, 1, 1, 1)] * 2, step).phases["images"]
     weights = [parameter for tower in parts.towers.values() for parameter in tower.parameters()]
     assert planned["gathered parts for images"] == sum(parameter.nbytes for parameter in weights)

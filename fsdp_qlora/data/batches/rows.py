@@ -5,9 +5,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
+import torch
 
 from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
 from fsdp_qlora.data.batches.shared_tokens import (
@@ -308,6 +310,7 @@ class Lengths(NamedTuple):
     of_documents: list[int]
     shared: SharedTokens | None = None
     image_values: int = 0  # as in `Rendered`, of the micro-batch with the most
+    example_image: Mapping[str, torch.Tensor] = MappingProxyType({})  # what is made of an image
 
     @property
     def num_computed(self) -> int:

@@ -26,6 +26,7 @@ from fsdp_qlora.utils.text import first_line
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _TOKENS = ("input_ids", "attention_mask")
 _TRIED = (224, 224)  # pixels of an image that tells what the processor gives
+_USUAL = (1024, 1024)
 
 
 class ImageProcessor:
@@ -108,6 +109,14 @@ class ImageProcessor:
                 "here."
             )
         return of_tokens, [name for name in outputs if name not in (*of_tokens, *_TOKENS)]
+
+    @cached_property
+    def example(self) -> dict[str, torch.Tensor]:
+        """The processor's outputs for an image of a usual size."""
+        from PIL import Image as Pillow
+
+        outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _USUAL)])
+        return {name: outputs[name] for name in self._names[1]}
 
     def kinds_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """1 for tokens that stand for images and 0 for others, int64 [B, T]."""
