@@ -399,11 +399,7 @@ class _Estimate:
         images = self.step.images
         if not (images.pixels and self.parts.tower_adapters):
             return {}
-        return {
-            "gathered parts for images": sum(map(self._gathered, self.parts.towers.values())),
-            "pixels": images.pixels,
-            "activations of images": images.kept,
-        }
+        return self._with_pixels("activations of images", images.kept)
 
     def _gathering_towers(self) -> Sizes:
         """Transient memory while the parts for images are gathered, one after the other."""
@@ -415,11 +411,12 @@ class _Estimate:
     def _at_images(self) -> Sizes:
         """Transient memory of the parts for images, in their forward or backward pass."""
         images = self.step.images
-        return {
-            "gathered parts for images": sum(map(self._gathered, self.parts.towers.values())),
-            "pixels": images.pixels,
-            "images at work": max(images.at_work, images.backward),
-        }
+        return self._with_pixels("images at work", max(images.at_work, images.backward))
+
+    def _with_pixels(self, name: str, size: int) -> Sizes:
+        towers = sum(map(self._gathered, self.parts.towers.values()))
+        pixels = self.step.images.pixels
+        return {"gathered parts for images": towers, "pixels": pixels, name: size}
 
     def _gathered_at_work(self) -> list[int]:
         """Bytes of unsharded weights while each block is at work: its own and the next, or all."""

@@ -115,11 +115,11 @@ def _attend(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **others: Any,
 ) -> torch.Tensor:
     """Attention of [B, H, L, D] by flash attention; by the memory-efficient kernel with a mask."""
+    is_causal = others.get("is_causal", False)
+    scale = others.get("scale")
     operators = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
         attend = operators._scaled_dot_product_flash_attention

@@ -85,7 +85,7 @@ class ModelPlan:
 
     @cached_property
     def image_memory(self) -> ImageMemory:
-        """What images take in the model's towers."""
+        """Counts the memory that images take in the model's towers."""
         return ImageMemory(self.meta.parts, self.precision)
 
     @property

@@ -62,7 +62,7 @@ def chat(model: LoadedModel, system: str) -> None:
         prompt, reason = _encoded(model, asked)
         if reason:
             if model.ranks.is_rank_0:
-                forgotten = " Its images are forgotten." if asked[-1].images else ""
+                forgotten = " The images shown for it are forgotten." if asked[-1].images else ""
                 print(reason + forgotten, file=sys.stderr)
             continue
         text = model.stream(prompt, number, sys.stdout)
