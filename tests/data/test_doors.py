@@ -108,6 +108,7 @@ OTHERWISE = {
         checkpoint.train_state:_open_file utils.verified_files:read_verified
         data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
         data.text.image_processor:ImageProcessor.model_ids export.changes:open_adapter
+        export.as_trained:ModelAsTrained.forms
         export.merge:write_merged export.model_folder:new_model_folder
         export.save_results:write_sidecar model.adapters.peft_folder:read_header
         model.architecture.tokenizer:_as_in_file model.architecture.config:load_config

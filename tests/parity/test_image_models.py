@@ -230,9 +230,9 @@ NEW_TOKENS = 6
 def test_a_model_answers_prompts_with_images_as_in_transformers(family, make, tmp_path):
     folder = make_multimodal(tmp_path / "model", family)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs = ImageInputs(
-        _HandMade(make), inspect.signature(type(model).forward).parameters, positions_of_rows(model)
-    )
+    processor: Any = _HandMade(make, model.config.image_token_id)
+    taken = inspect.signature(type(model).forward).parameters
+    inputs = ImageInputs(processor, taken, positions_of_rows(model))
     table = _rows(model.config.image_token_id)
     prompts = [row.tolist() for row in np.split(table.input_ids, table.offsets[1:-1])]
     images = [table.images.of_row(row) for row in range(len(table))]
