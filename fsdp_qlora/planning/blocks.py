@@ -28,7 +28,7 @@ from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.planning.allocator import Change, reserved_bytes
 from fsdp_qlora.planning.graph_pool import graph_bytes_of
-from fsdp_qlora.planning.storages import CountedStorages
+from fsdp_qlora.planning.storages import CountedStorages, EmptyLoss
 from fsdp_qlora.sharding.recompute import RecomputedBlock, unwrapped
 from fsdp_qlora.utils.errors import UserError
 
@@ -54,20 +54,6 @@ class BlockBytes(NamedTuple):
     """Reserved by the pool of its graphs; 0 where it has none."""
     arguments: int = 0
     """Static tensors of its graphs, besides its input."""
-
-
-class _Loss(torch.autograd.Function):
-    """Ends a graph and keeps nothing: what follows a block frees its output in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.form = x.shape, x.dtype
-        return x.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        shape, dtype = ctx.form
-        return grads[0].new_empty(shape, dtype=dtype)
 
 
 def measure_blocks(
@@ -266,10 +252,10 @@ def _run(
         y = wrapped(x, *args, **kwargs)
         # The input stands for the output, which has its shape: the graph must end here.
         if isinstance(y, torch.Tensor):
-            loss = _Loss.apply(y)
+            loss = EmptyLoss.apply(y)
             output = x.detach()
         else:
-            loss = _Loss.apply(y[0])
+            loss = EmptyLoss.apply(y[0])
             output = (x.detach(), *[None for _ in y[1:]])
         del y
         kept = count.now

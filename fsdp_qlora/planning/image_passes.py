@@ -17,7 +17,7 @@ from fsdp_qlora.model.architecture.decoder import OnMeta, tensors_of
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.towers import encoder_blocks
 from fsdp_qlora.model.model_parts import ModelParts
-from fsdp_qlora.planning.storages import CountedStorages
+from fsdp_qlora.planning.storages import CountedStorages, EmptyLoss
 from fsdp_qlora.sharding.recompute import RecomputedTowerBlock
 
 
@@ -69,27 +69,13 @@ def count_passes(
         forward = count.most
         if not trained:
             return PassBytes(forward, 0, 0)
-        loss = torch.stack([_Loss.apply(each) for each in features]).sum()
+        loss = torch.stack([EmptyLoss.apply(each) for each in features]).sum()
         # The decoder's input takes them up.
         del features
         kept = count.now
         count.most = count.now
         loss.backward()
     return PassBytes(forward, kept, count.most)
-
-
-class _Loss(torch.autograd.Function):
-    """Ends a graph and keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.form = x.shape, x.dtype
-        return x.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        shape, dtype = ctx.form
-        return grads[0].new_empty(shape, dtype=dtype)
 
 
 class _Kernels(TorchFunctionMode):
