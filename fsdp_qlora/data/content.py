@@ -223,6 +223,13 @@ def without_answer(content: Content) -> PromptContent:
     return Rendered(segments, "text" if rendered.kind == "document" else rendered.kind)
 
 
+def shows_images(prompt: PromptContent) -> bool:
+    """Whether a prompt shows images."""
+    if isinstance(prompt, Fields):
+        return prompt.shows is not None
+    return isinstance(prompt, Chat) and bool(prompt.images)
+
+
 def prompt_text(prompt: PromptContent) -> str:
     """The text of a prompt, or of a chat's last message."""
     if isinstance(prompt, Chat):

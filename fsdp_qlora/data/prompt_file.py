@@ -14,7 +14,12 @@ from types import TracebackType
 import numpy as np
 
 from fsdp_qlora.data.batches.report import DataReport, report_as_json, report_of_json
-from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
+from fsdp_qlora.data.batches.row_images import (
+    NO_IMAGES,
+    RowImages,
+    images_of_rows,
+    join_images,
+)
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.prompt_texts import decode, encode
 from fsdp_qlora.data.prompts import Beside, Prompt, Prompts
@@ -84,8 +89,7 @@ class PromptFile:
         self._id_lengths.append(_lengths(ids))
         self._row_numbers.append(np.array([prompt.row_number for prompt in prompts], np.int64))
         self._ids.append(np.concatenate([np.zeros(0, np.int32), *ids]))
-        images = [prompt.images for prompt in prompts]
-        self._images.append(join_images(images, [1] * len(images)) if images else NO_IMAGES)
+        self._images.append(images_of_rows([prompt.images for prompt in prompts]))
 
     def finish(self, report: DataReport) -> None:
         """Write what is left, and the header. Raises OSError."""

@@ -20,6 +20,7 @@ from fsdp_qlora.data.content import (
     Rendered,
     Row,
     prompt_text,
+    shows_images,
     with_template_kwargs,
 )
 from fsdp_qlora.data.dataset_text import DatasetText
@@ -219,15 +220,11 @@ def _with_tools(content: PromptContent, tools: list[dict[str, Any]]) -> Chat:
     """
     if isinstance(content, Fields) and not content.shows:
         content = as_chat(content)
-    if not isinstance(content, Rendered) and _shows_images(content):
+    if shows_images(content):
         raise BadRow("images: answers are generated to text alone")
     if not isinstance(content, Chat):
         raise BadRow("an environment needs messages or an instruction, and the prompt is a text")
     return dataclasses.replace(content, tools=tools or None)
-
-
-def _shows_images(content: Fields | Chat) -> bool:
-    return bool(content.shows if isinstance(content, Fields) else content.images)
 
 
 def _right_answer(row: Row, said: str | None) -> object:

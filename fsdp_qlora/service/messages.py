@@ -8,7 +8,7 @@ import numpy as np
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, images_of_rows
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.service.sent_images import BaseImages, SentImage, SequenceImages, SequenceReader
 from fsdp_qlora.training.generation.sampling import Completion
@@ -124,7 +124,7 @@ def rows_to_score(
 
     images: of each prompt, of one row; empty if no prompt has any.
     """
-    shown = join_images(images, [1] * len(images)) if images else NO_IMAGES
+    shown = images_of_rows(images)
     return rows_of_tokens([np.array(prompt, np.int32) for prompt in prompts], shown)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.row_images import join_images
+from fsdp_qlora.data.batches.row_images import images_of_rows
 from fsdp_qlora.data.batches.rows import NO_ROWS
 from fsdp_qlora.data.content import most_row_bytes
 from fsdp_qlora.data.run_data import RunData
@@ -101,7 +101,7 @@ class ServedImages:
             reader.read([text, image, text[:count]], "The image that is tried")
             for count in (_NUM_TOKENS // 2, _NUM_TOKENS)
         ]
-        images = join_images([shown.row for _, shown in sequences], [1] * len(sequences))
+        images = images_of_rows([shown.row for _, shown in sequences])
         table = rows_of_tokens([tokens for tokens, _ in sequences], images)
         with self.at_hand(sequences[0][1].contents):
             yield RunData(table, nothing, NO_ROWS, image_processor=self.base.processor)

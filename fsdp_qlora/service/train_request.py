@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
-from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
+from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, images_of_rows
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.service.losses import LOSSES, Loss
 from fsdp_qlora.service.messages import Limits, rows_of_tokens
@@ -100,7 +100,7 @@ class TrainRequest:
             shapes=[datum["target_tokens"].shape for datum in datums],
             tokens=np.concatenate(tokens).astype(np.int32),
             inputs=_joined(datums),
-            images=join_images([own.row for own in images], [1] * len(images)),
+            images=images_of_rows([own.row for own in images]),
             contents=contents,
         )
 

@@ -70,6 +70,11 @@ class RowImages:
 NO_IMAGES = RowImages(np.zeros((0, 16), np.uint8), np.zeros((0, 2), np.int64))
 
 
+def images_of_rows(images: Sequence[RowImages]) -> RowImages:
+    """The images of a table, from those of each row as a table of one row."""
+    return join_images(images, [1] * len(images)) if images else NO_IMAGES
+
+
 def join_images(parts: Sequence[RowImages], num_rows: Sequence[int]) -> RowImages:
     """The images of all parts, which may have rows without images.
 

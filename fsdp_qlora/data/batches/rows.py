@@ -11,7 +11,12 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import numpy as np
 import torch
 
-from fsdp_qlora.data.batches.row_images import NO_IMAGES, RowImages, join_images
+from fsdp_qlora.data.batches.row_images import (
+    NO_IMAGES,
+    RowImages,
+    images_of_rows,
+    join_images,
+)
 from fsdp_qlora.data.batches.shared_tokens import (
     RowTokens,
     SharedTokens,
@@ -408,7 +413,7 @@ def join_completions(
         np.repeat(learned, np.diff(ends)),
         ends[::2],
         np.array(numbers, np.int64),
-        images=_of_rows(images),
+        images=images_of_rows(images or ()),
     )
 
 
@@ -428,10 +433,5 @@ def beside_teacher(
         row_numbers=documents.row_numbers[::2],
         splits=np.diff(documents.offsets)[::2],
         learns="first_document",
-        images=_of_rows(images),
+        images=images_of_rows(images or ()),
     )
-
-
-def _of_rows(images: Sequence[RowImages] | None) -> RowImages:
-    """The images of rows, from those of each row."""
-    return join_images(images, [1] * len(images)) if images else NO_IMAGES

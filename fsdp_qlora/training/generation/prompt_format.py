@@ -17,6 +17,7 @@ from fsdp_qlora.data.content import (
     Rendered,
     Segment,
     prompt_text,
+    shows_images,
     texts_of,
 )
 from fsdp_qlora.data.text.chat_template import TemplateWorker
@@ -103,7 +104,7 @@ class PromptFormat:
                 the conversation.
         """
         try:
-            if _shows_images(content) and not self._takes_images:
+            if shows_images(content) and not self._takes_images:
                 raise BadRow("it shows images, and the model takes text alone")
             rendered = self._renderer.prompt(_of_kind(content, self._kind))
             images = RowImages.of_one_row(rendered.images, rendered.image_values)
@@ -119,7 +120,7 @@ class PromptFormat:
 
 def _of_kind(row: PromptContent, kind: str) -> PromptContent:
     """The question in the form of the rows that a model was trained on."""
-    if _shows_images(row):
+    if shows_images(row):
         # A chat template alone has places for images, so rows with images were chats in training.
         return row
     if kind == TEXT and isinstance(row, Fields | Chat):
@@ -134,12 +135,6 @@ def _of_kind(row: PromptContent, kind: str) -> PromptContent:
     if kind != TEXT and isinstance(row, Rendered):
         return Fields(prompt_text(row), "")
     return row
-
-
-def _shows_images(row: PromptContent) -> bool:
-    if isinstance(row, Fields):
-        return row.shows is not None
-    return isinstance(row, Chat) and bool(row.images)
 
 
 def _texts(chat: Chat, role: str = "") -> list[str]:
