@@ -344,14 +344,12 @@ def _count_towers(argv: list[str], file: Path) -> int:
     calls = []
 
     def note(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if type(module).__name__.endswith("Qwen3VLVisionModel"):
-            calls.append(
-                any(
-                    each.requires_grad
-                    for each in tree_leaves(output)
-                    if isinstance(each, torch.Tensor)
-                )
-            )
+        if not type(module).__name__.endswith("Qwen3VLVisionModel"):
+            return
+        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+        # The plan computes shapes on the meta device.
+        if not tensors[0].is_meta:
+            calls.append(any(each.requires_grad for each in tensors))
 
     with torch.nn.modules.module.register_module_forward_hook(note):
         status = train.main(argv)

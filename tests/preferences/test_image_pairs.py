@@ -158,7 +158,10 @@ def _count_images(argv: list[str], file: Path) -> int:
     counts = []
 
     def note(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if type(module).__name__.endswith("Qwen3VLVisionModel"):
+        if not type(module).__name__.endswith("Qwen3VLVisionModel"):
+            return
+        # The plan computes shapes on the meta device.
+        if not output.pooler_output.is_meta:
             [grids] = [*args[1:2], *(kwargs[name] for name in ("grid_thw",) if name in kwargs)]
             counts.append(len(grids))
 
