@@ -14,6 +14,7 @@ from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.templates import as_chat
+from tests.chaos.harness import adapter, numbers, run
 from tests.helpers.metrics import metrics_of, read_metrics
 from tests.helpers.reference import LINEARS
 from tests.helpers.rows import write_rows
@@ -30,6 +31,7 @@ from tests.preferences.image_pairs import (
     write_image_pairs,
 )
 from tests.preferences.pairs import sketch
+from tests.rollouts.test_runs import kill_at
 
 TRL = json.loads(Path(__file__).with_name("trl_images.json").read_text())
 
@@ -205,3 +207,31 @@ def test_a_reference_of_images_may_be_computed_before_training(objective, folder
         train_ok(1, output, precompute_reference=precomputes, **options)
         records.append(read_metrics(output))
     assert records[1] == pytest.approx(records[0], rel=1e-5)
+
+
+def test_killed_preferences_on_images_give_the_same_bytes(folders, tmp_path):
+    options = options_of(folders("qwen3_vl"), "dpo") | {
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_every": 1,
+        "lora_dropout": 0.1,
+        "quant_cache": "off",
+    }
+    run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "reference")
+    out = tmp_path / "out"
+    # In the second step, and while a later checkpoint is written.
+    for number, (phase, count) in enumerate((("update", 2), ("save", 9))):
+        killed = {"fault": kill_at, "arguments": (phase, count)}
+        run({**options, "output_dir": out}, tmp_path / str(number), [-9, -9], **killed)
+    run({**options, "output_dir": out}, tmp_path / "last")
+    assert adapter(out) == adapter(tmp_path / "whole")
+    assert numbers(out) == numbers(tmp_path / "whole")
+
+
+def test_image_pairs_in_16_bits_over_micro_batches_are_near_fp32(folders, tmp_path):
+    folder = folders("qwen3_vl")
+    options = options_of(folder, "dpo") | {"batch_size": 1, "gradient_accumulation_steps": 4}
+    train_ok(2, tmp_path / "out", **options | {"precision": "bf16"})
+    [losses, norms, *_] = plain("qwen3_vl", folder, "dpo")
+    assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=0.02)
+    assert read_metrics(tmp_path / "out", "grad_norm") == pytest.approx(norms, rel=0.02)
