@@ -1,12 +1,8 @@
 """Rows with images: where they are found, what is left out, and how they are kept."""
 
-import io
 import json
 import os
-import random
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -281,63 +277,6 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(prepare, tmp_path, monkeypa
     os.remove(tmp_path / "a.png")
     with pytest.raises(RankError, match="No such file"):
         load(bytes(again.images.names[0]))
-
-
-def damaged(seed: int) -> bytes:
-    """An image of some format, whole or with some bytes that are others, too large or gone."""
-    choose = random.Random(seed)
-    content = io.BytesIO()
-    kinds = (
-        "PNG",
-        "JPEG",
-        "WEBP",
-        "GIF",
-        "BMP",
-        "TIFF",
-        "PPM",
-        "ICO",
-        "TGA",
-        "PCX",
-        "EPS",
-        "PDF",
-        "SGI",
-        "MPO",
-    )
-    picture(40, 30, seed=seed).save(content, choose.choice(kinds))
-    made = bytearray(content.getvalue())
-    for _ in range(choose.randrange(6)):
-        at = choose.randrange(choose.choice((64, len(made))))
-        length = choose.choice((1, 4, 64, 10**6))
-        wrong = choose.choice(
-            (choose.randbytes(length), b"\xff" * 4, b"\0\0\x30\0", b"", bytes(made) * 9)
-        )
-        made[at : at + length] = wrong if len(wrong) < 10**5 else wrong[:9]
-    return bytes(made) or b"x"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(
-    objective, prepare, tmp_path, recwarn
-):
-    started = list[str]()
-    hears = [True]
-    kinds = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
-    sys.addaudithook(
-        lambda event, args: started.append(str(args[0])) if hears and event in kinds else None
-    )
-    rows = [as_taught(shows(f"{seed}.bin"), objective) for seed in range(400)]
-    for seed in range(400):
-        (tmp_path / f"{seed}.bin").write_bytes(damaged(seed))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    data = prepare(path, max_bad_rows=0.99, objective=objective)
-    hears.clear()
-    assert 20 < len(data.train_rows) < 300 and len(data.train_rows) + len(data.rejected) == 400
-    assert {*started} <= {sys.executable}  # which fills the chat template
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
-    assert all(re.fullmatch(r".*bin (cannot be read|and).*", why) for _, why in data.rejected)
-    assert not [warning for warning in recwarn if "PIL" in str(warning.filename)]
 
 
 def test_relative_paths_are_of_the_rows_folder_or_the_current_one(prepare, tmp_path, monkeypatch):
