@@ -5,10 +5,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from tests.helpers.reference import answer_logps, load_base, train_on_loss
+from tests.helpers.reference import (
+    answer_logps,
+    load_base,
+    peft_model,
+    step_plainly,
+    train_on_loss,
+)
 from tests.helpers.rows import write_rows
 from tests.parity.test_images import LORA, PROCESSORS, encode, make_chats, picture, png
 from tests.parity.test_multimodal import make_multimodal
@@ -89,7 +95,8 @@ class PlainLosses:
         labels[: masked[masked < last].max() + 1] = -100
         return side
 
-    def _sides(self) -> list[tuple[Side, Side]]:
+    def sides(self) -> list[tuple[Side, Side]]:
+        """The chosen and the rejected side of each row."""
         return [
             (self._side(number, row[1]), self._side(number, worse(number)))
             for number, row in enumerate(self._rows)
@@ -98,7 +105,7 @@ class PlainLosses:
     def dpo(self, model: PeftModel) -> torch.Tensor:
         """Rafailov et al. 2023, eq. 7."""
         losses = []
-        for chosen, rejected in self._sides():
+        for chosen, rejected in self.sides():
             margin = _ratio(model, chosen) - _ratio(model, rejected)
             losses.append(-F.logsigmoid(BETA * margin))
         return torch.stack(losses).mean()
@@ -107,7 +114,7 @@ class PlainLosses:
         """Hong et al. 2024, eq. 7, with the likelihood of all tokens of chosen answers."""
         losses = []
         chosen_logps = []
-        for sides in self._sides():
+        for sides in self.sides():
             logps = [answer_logps(model, side) for side in sides]
             odds = [mean - torch.log1p(-mean.exp()) for mean in map(torch.mean, logps)]
             losses.append(-BETA * F.logsigmoid(odds[0] - odds[1]))
@@ -140,6 +147,40 @@ def plain(family: str, folder: Path, objective: str) -> Any:
     base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
     loss_of = getattr(PlainLosses(family, folder), objective)
     return train_on_loss(base, loss_of, LORA, steps=STEPS)
+
+
+def save_start(folder: Path) -> Path:
+    """Save an adapter with random values to start from."""
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    model = peft_model(base, r=4, lora_alpha=6, target_modules=LORA)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    model.save_pretrained(folder / "start")
+    return folder / "start"
+
+
+def plain_dpo_from(start: Path, family: str, folder: Path) -> Any:
+    """The same of DPO from a saved adapter, with which the reference is computed."""
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    model = PeftModel.from_pretrained(base, start, is_trainable=True)
+    pairs = PlainLosses(family, folder).sides()
+    with torch.no_grad():
+        reference = [[answer_logps(model, side).sum() for side in sides] for sides in pairs]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    losses = []
+    norms = []
+    for _ in range(STEPS):
+        terms = []
+        for sides, before in zip(pairs, reference, strict=True):
+            now = [answer_logps(model, side).sum() for side in sides]
+            terms.append(-F.logsigmoid(BETA * (now[0] - before[0] - now[1] + before[1])))
+        loss = torch.stack(terms).mean()
+        losses.append(loss.item())
+        norms.append(step_plainly(optimizer, loss))
+    return losses, norms, get_peft_model_state_dict(model)
 
 
 # --- the same rows for TRL's trainers ---

@@ -27,7 +27,9 @@ from tests.preferences.image_pairs import (
     make_model,
     make_model_of_trl,
     plain,
+    plain_dpo_from,
     rows_of_trl,
+    save_start,
     write_image_pairs,
 )
 from tests.preferences.pairs import sketch
@@ -81,6 +83,38 @@ def test_preferences_on_images_train_as_in_a_plain_loop(
     )
     assert ("Rows are padded" in output) == (family == "gemma3")
     check_as_plain(tmp_path / "out", plain(family, folder, objective))
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3_vl", 2), ("gemma3", 1)])
+def test_image_pairs_train_a_saved_adapter_as_in_a_plain_loop(family, ranks, folders, tmp_path):
+    folder = folders(family)
+    start = save_start(folder)
+    options = options_of(folder, "dpo") | {"adapter": start, "batch_size": 2}
+    train_ok(ranks, tmp_path / "out", **options, gradient_accumulation_steps=4 // ranks)
+    check_as_plain(tmp_path / "out", plain_dpo_from(start, family, folder))
+
+
+def test_pairs_with_images_start_from_loftq_which_is_their_reference(folders, tmp_path):
+    folder = folders("qwen3_vl")
+    options = options_of(folder, "dpo") | {"train_type": "qlora", "batch_size": 8}
+    options |= {"eval_dataset": options["dataset"], "save_every": 2, "save_total_limit": 9}
+    train_ok(1, tmp_path / "base", **options, max_steps=1)
+    options["init_lora_weights"] = "loftq"
+    train_ok(1, tmp_path / "whole", **options)
+    base, *_ = (line for line in metrics_of(tmp_path / "base") if "eval_loss" in line)
+    first, *_, last = (line for line in metrics_of(tmp_path / "whole") if "eval_loss" in line)
+    rewards = [first[f"rewards/{side}"] for side in ("chosen", "rejected")]
+    assert rewards == pytest.approx([0, 0], abs=1e-6)
+    assert last["rewards/accuracies"] == 1
+    for side in ("chosen", "rejected"):
+        before, after = (
+            record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)
+        )
+        assert after == pytest.approx(before, rel=1e-5)
+        assert before != pytest.approx(base[f"logps/{side}"], rel=1e-4)
+    at = tmp_path / "whole/checkpoints/step_000002"
+    train_ok(1, tmp_path / "resumed", resume=at, **options)
+    assert adapter(tmp_path / "resumed") == adapter(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("family", "objective"), TRL_CASES)
