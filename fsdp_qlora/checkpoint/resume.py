@@ -489,5 +489,9 @@ def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
         is_new=False,
         global_batch_size=global_batch_size,
         ways=stored.get("ways", {}),
-        state={"progress": progress, "tensors": state["tensors"]},
+        state={
+            "progress": progress,
+            "tensors": state["tensors"],
+            "padded": stored.get("padded"),
+        },
     )

@@ -30,7 +30,7 @@ class Start:
     of a version that knew one way only, None for a new run.
     """
     state: dict[str, Any] = field(default_factory=dict)
-    """The progress and the tensors of the checkpoint's state.json."""
+    """The progress and the tensors of the checkpoint's state.json, and whether rows were padded."""
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -41,6 +41,14 @@ class Start:
     def tensors(self) -> dict[str, Any]:
         """The description of the checkpoint's tensors; empty for step 0."""
         return self.state.get("tensors", {})
+
+    @property
+    def was_padded(self) -> bool | None:
+        """Whether the rows of the checkpoint's last step were padded.
+
+        None for step 0, and for a checkpoint of a version that did not note it.
+        """
+        return self.state.get("padded")
 
     @property
     def saved_step(self) -> int:

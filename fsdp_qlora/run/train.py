@@ -12,6 +12,7 @@ from fsdp_qlora.checkpoint.resume import RunFolder
 from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_yaml
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.distributed.device import make_deterministic
 from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.distributed.supervision.stops import Signals
@@ -126,7 +127,6 @@ def train_and_export(
     start = supervisor.start
     folder = supervisor.folder.path
     plan = with_rows_per_step(config, run.plan, start.global_batch_size)
-    identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with supervisor.loading():
         # Before the student is loaded: the two need not fit beside each other.
         teacher = open_teacher(config, plan, ranks, supervisor.control)
@@ -135,6 +135,7 @@ def train_and_export(
         trainer = build_trainer(config, plan, ranks, supervisor.control, target_values)
         if config.precompute_reference:
             plan = precompute_reference(config, plan, trainer, identity["facts"])
+    identity |= _record_of_rows(trainer.schedule, was_padded=start.was_padded)
     state = TrainState(
         trainer.model,
         trainer.optimizer,
@@ -176,3 +177,22 @@ def train_and_export(
     log.info(describe_result(progress.summary(), folder, seconds, saved=config.save_model))
     for line in plan.data.describe_left_out():
         log.info("%s", line)
+
+
+def _record_of_rows(schedule: Schedule, *, was_padded: bool | None) -> dict[str, Any]:
+    """The part of a run's record on the rows of its steps.
+
+    Logs where rows are padded otherwise than in the steps that the run goes on from.
+
+    Args:
+        was_padded: whether those were padded; None if there are none, or it is unknown.
+    """
+    if was_padded is not None and was_padded != schedule.padding:
+        then, now = ("padded", "not padded") if was_padded else ("not padded", "padded")
+        log.info(
+            "The run continues with other batches: rows %s then, %s now. Results are as accurate, "
+            "but other sums are rounded.",
+            then,
+            now,
+        )
+    return {"global_batch_size": schedule.global_batch_size, "padded": schedule.padding}

@@ -1,7 +1,9 @@
 """Which kernels a run takes that continues one of other kernels, or of before they were chosen."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,11 @@ PLAIN = Ways()._asdict()
 ADAPTER = "adapter_model.safetensors"
 
 
-def without_record(run: Path, other: Path) -> Path:
-    """A copy of a run with its first checkpoint alone, as a version without --kernels left it."""
+def as_left(run: Path, other: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a run with its first checkpoint alone, as an earlier version left it.
+
+    edit: changes the record of the run, which is in two files.
+    """
     shutil.copytree(run, other)
     root = other / run_files.CHECKPOINTS
     first, last = checkpoint.published(root)
@@ -29,13 +34,18 @@ def without_record(run: Path, other: Path) -> Path:
     state = read_json(staging / checkpoint.STATE)
     stored = read_json(other / run_files.RUN)
     for record in (state["about"], stored):
-        assert record.pop("ways") == PLAIN and record["options"].pop("kernels") == "plain"
+        edit(record)
     write_hashed_json(staging / checkpoint.STATE, state)
     files = {path.name: record_of(path) for path in staging.iterdir()}
     checkpoint.publish_checkpoint(staging, folder, files)
     write_json(other / run_files.RUN, stored)
     write_json(other / run_files.STATUS, {"state": "stopped", "saved_step": first})
     return other
+
+
+def forget_kernels(record: dict[str, Any]) -> None:
+    """As a version without --kernels left it."""
+    assert record.pop("ways") == PLAIN and record["options"].pop("kernels") == "plain"
 
 
 def test_a_run_of_before_continues_to_the_same_bytes_or_is_told(models, tmp_path):
@@ -45,11 +55,11 @@ def test_a_run_of_before_continues_to_the_same_bytes_or_is_told(models, tmp_path
     options |= {"gradient_accumulation_steps": 1, "eval_fraction": 0, "device": "cpu"}
     whole = tmp_path / "whole"
     train_ok(1, whole, kernels="plain", **options)
-    same = without_record(whole, tmp_path / "same")
+    same = as_left(whole, tmp_path / "same", forget_kernels)
     output = train_ok(1, same, kernels="plain", **options)
     assert "Resuming at step 2" in output and "other kernels" not in output
     assert (same / ADAPTER).read_bytes() == (whole / ADAPTER).read_bytes()
-    told = without_record(whole, tmp_path / "told")
+    told = as_left(whole, tmp_path / "told", forget_kernels)
     output = train_ok(1, told, **options)
     assert output.count("continues with other kernels: linears plain then, lean now.") == 1
     assert read_json(told / run_files.RUN)["ways"] == PLAIN | {"linears": "lean"}
