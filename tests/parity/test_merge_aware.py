@@ -207,6 +207,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {}),
     "1 rank": (1, {"recompute": "none"}),
     "2 ranks, offloaded": (2, {"use_cpu_offload": True}),
+    "2 ranks share rows": (2, {"batch_size": 8, "context_parallel_size": 2}),
 }
 CASES = [f"{form}, 2 ranks" for form in FORMS] + [
     f"nvfp4, {way}" for way in WAYS if way != "2 ranks"
@@ -222,7 +223,8 @@ def test_merge_aware_training_equals_a_plain_loop(case, models, tmp_path):
     ranks, options = WAYS[way]
     out = tmp_path / "out"
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    train_ok(ranks, out, model_name=folder, dataset=data, batch_size=8 // ranks, **RUN | options)
+    options = RUN | {"batch_size": 8 // ranks} | options
+    train_ok(ranks, out, model_name=folder, dataset=data, **options)
     assert read_metrics(out) == pytest.approx(losses, rel=1e-6)
     assert read_metrics(out, "grad_norm") == pytest.approx(norms, rel=1e-5)
     saved = load_file(out / "adapter_model.safetensors")
