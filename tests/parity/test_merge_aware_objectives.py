@@ -4,7 +4,6 @@ base as it is and learn by the rounded weights.
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from tests.helpers.metrics import read_metrics
+from tests.helpers.metrics import metrics_of, read_metrics
 from tests.helpers.models import Models
 from tests.helpers.reference import load_base, step_plainly
 from tests.helpers.rows import write_rows
-from tests.helpers.run import train_ok
-from tests.parity.test_merge_aware import RUN, Rounded, evaluated, opened, save_base
+from tests.helpers.run import flags, on_ranks, train_ok
+from tests.parity.test_merge_aware import RUN, Rounded, opened, save_base
 from tests.preferences.pairs import make_pairs
 from tests.rollouts.runs import inputs, rollouts_of
 
@@ -82,6 +81,18 @@ def assert_equal_to(plain: RoundedModel, steps: list[tuple[float, float]], out: 
     )
 
 
+def evaluated(folder: Path, **options: object) -> dict[str, Any]:
+    """The numbers that `evaluate` prints, on two ranks."""
+    argv = ["evaluate", str(folder), "--json", *flags(**options)]
+    logs = folder.with_name(f"{folder.name}_logs")
+    statuses, output = on_ranks(2, main, (argv,), logs)
+    assert statuses == [0, 0], output[-3000:]
+    printed = (logs / "rank0.log").read_text()
+    content, _ = json.JSONDecoder().raw_decode(printed, printed.index("{\n"))
+    [found] = content.values()
+    return found  # type: ignore[no-any-return]
+
+
 def tokenized(source: Path) -> Callable[[dict[str, str], str], Answer]:
     tokenizer = AutoTokenizer.from_pretrained(source)
 
@@ -119,6 +130,14 @@ def test_pairs_are_compared_with_the_base_as_it_is(form, models, tmp_path):
         steps.append((loss.item(), step_plainly(plain.optimizer, loss)))
     assert_equal_to(plain, steps, out)
     assert steps[-1][0] < steps[0][0]
+    last = [record for record in metrics_of(out) if "eval_loss" in record][-1]
+    merged = tmp_path / "merged"
+    assert main(["merge", str(out), "--out", str(merged)]) == 0
+    measure = {"dataset": held_out, "context_length": 512, "batch_size": 4, "precision": "fp32"}
+    # A merged model alone has no reference, so `evaluate` measures it without one.
+    of_merged = evaluated(merged, **measure, objective="cpo", train_type="qlora")
+    for side in ("chosen", "rejected"):
+        assert of_merged[f"logps/{side}"] == last[f"logps/{side}"]
 
 
 def grpo_steps(plain: RoundedModel, out: Path) -> list[tuple[float, float]]:
@@ -151,7 +170,12 @@ def grpo_steps(plain: RoundedModel, out: Path) -> list[tuple[float, float]]:
 def test_answers_are_drawn_from_the_rounded_weights(form, models, tmp_path):
     base = save_base(models, tmp_path / "base", form)
     options = inputs(models, tmp_path, num_iterations=2, beta=BETA) | RUN
-    options |= {"model_name": base, "train_type": "qlora"}
+    held_out = [{"question": f"name {number}", "answer": number % 3} for number in range(5)]
+    scores = {
+        "eval_dataset": write_rows(tmp_path / "held_out.jsonl", held_out),  # type: ignore[arg-type]
+        "eval_rewards": options["rewards"],
+    }
+    options |= {"model_name": base, "train_type": "qlora", **scores}
     for ranks in (1, 2):
         split = {"gradient_accumulation_steps": 8 // ranks}
         train_ok(ranks, tmp_path / f"out{ranks}", **options, **split)
@@ -161,3 +185,10 @@ def test_answers_are_drawn_from_the_rounded_weights(form, models, tmp_path):
     for name in ("loss", "grad_norm", "kl"):
         one, two = (read_metrics(tmp_path / f"out{ranks}", name) for ranks in (1, 2))
         assert two == pytest.approx(one, rel=OFF, abs=OFF)
+    merged = tmp_path / "merged"
+    assert main(["merge", str(tmp_path / "out2"), "--out", str(merged)]) == 0
+    scores["dataset"] = scores.pop("eval_dataset")
+    measure = {"objective": "grpo", "context_length": 64, "max_completion_length": 8}
+    found = evaluated(merged, **measure, **scores, precision="fp32", train_type="qlora")
+    last = [record for record in metrics_of(tmp_path / "out2") if "eval_reward" in record][-1]
+    assert found["reward"] == last["eval_reward"]
