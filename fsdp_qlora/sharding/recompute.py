@@ -207,36 +207,38 @@ class ReferencePass:
     The reference is the model that training started from.
 
     A block's weights are gathered (or copied from the host) once for both. The reference has no
-    autograd graph, and holds the hidden states of one block at a time. What the model's own code
-    does between blocks, it does to both (`BothStates`). After the last block they are appended to
-    the policy's in the batch dim, so that the model's own code computes the rest, which has no
-    adapters.
+    autograd graph, and holds the hidden states of one block at a time. After the last block they
+    are appended to the policy's in the batch dim, so that the model's own code computes the rest,
+    which has no adapters.
 
     A teacher has tokens of its own: they follow the student's in one row
     (data/batches/micro_batch.py). Its hidden states do so before the first and after the last
-    block, and between them each has its own, but for `joins_teacher`.
+    block.
+
+    Where images are shown, the model's own code may add features of images to all tokens between
+    blocks, too. It does so to both (`BothStates`), and to a teacher's behind the student's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
         self._hidden: torch.Tensor | None = None
-        self._joins_teacher = False
+        self._shows_images = False
         # id of the policy's mapping -> the reference's copy of it, for one pass
         self._mappings: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def beside_policy(self, *, joins_teacher: bool = False) -> Iterator[None]:
+    def beside_policy(self, *, shows_images: bool = False) -> Iterator[None]:
         """Make the model return [2 * B, T, H] in the block: the policy, then the reference.
 
-        joins_teacher: whether a teacher's hidden states are behind the student's between blocks,
-            too, where the model adds features of images to those of all tokens.
+        shows_images: whether the micro-batch has images.
         """
-        self._joins_teacher = joins_teacher
+        self._shows_images = shows_images
         handles = []
         for block in self._adapted:
             block.follow = self._follow
-            # Before FSDP2's hook, whose own function for gradients takes plain tensors.
-            handles.append(block.register_forward_pre_hook(self._part, prepend=True))
+            if shows_images:
+                # Before FSDP2's hook, whose own function for gradients takes plain tensors.
+                handles.append(block.register_forward_pre_hook(self._part, prepend=True))
         try:
             yield
         finally:
@@ -278,11 +280,11 @@ class ReferencePass:
             self._mappings = {}
             # A teacher's tokens are in the same row as the student's, behind them.
             states = torch.cat([states, reference], 1 if has_teacher else 0)
-        elif has_teacher and self._joins_teacher:
+        elif has_teacher and self._shows_images:
             states = torch.cat([states, reference], 1)
         else:
             self._hidden = reference
-            if not has_teacher:
+            if self._shows_images:
                 states = BothStates.of(states, reference)
         return states if isinstance(output, torch.Tensor) else (states, *output[1:])
 

@@ -147,8 +147,8 @@ class ForwardPass:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.precision.autocasting(self.ranks.device))
             if self.reference and not alone:
-                joins = self.collator.has_teacher and batch.calls_towers
-                stack.enter_context(self.reference.beside_policy(joins_teacher=joins))
+                beside = self.reference.beside_policy(shows_images=self._shows_images)
+                stack.enter_context(beside)
             stack.enter_context(
                 tokens_known(
                     self.model,

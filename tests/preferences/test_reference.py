@@ -233,7 +233,9 @@ def test_policy_and_reference_gather_each_block_once_for_both(models, tmp_path):
     assert counts[0] == counts[1] and counts[0][0] > 4
 
 
-def test_reference_pass_keeps_no_graph():
+@pytest.mark.parametrize("shows_images", [False, True])
+def test_reference_pass_keeps_no_graph(shows_images):
+    from fsdp_qlora.sharding.both_states import BothStates
     from fsdp_qlora.sharding.recompute import ReferencePass, recomputed_blocks, wrap_blocks
 
     class Model(torch.nn.Module):
@@ -244,15 +246,21 @@ def test_reference_pass_keeps_no_graph():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
+                types.append(type(x))
             return x
 
+    types: list[type] = []
     model = Model()
     wrap_blocks(model, offload=False)
     reference = ReferencePass(model)
     x = torch.randn(2, 4, 3)
     assert len(recomputed_blocks(model)) == 3 and model(x).shape == x.shape
-    with reference.beside_policy():
+    types.clear()
+    with reference.beside_policy(shows_images=shows_images):
         policy, beside = model(x).chunk(2)
+    # The model's own code gets a reference only where it may add images' features to it.
+    between = BothStates if shows_images else torch.Tensor
+    assert types == [between, between, torch.Tensor]
     assert torch.equal(policy, beside)  # without adapters
     beside.sum().backward()
     assert all(
