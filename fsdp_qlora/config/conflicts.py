@@ -160,10 +160,10 @@ def _merge_aware_errors(c: TrainConfig) -> Iterator[str]:
 
 def _tower_errors(c: TrainConfig) -> Iterator[str]:
     words = ",".join(name for name in c.lora_target_modules if name in TOWERS)
-    if words and c.objective != "sft":
+    if words and c.rollout_url:
         yield (
-            f"--lora_target_modules {words}: layers that compute images train with --objective sft "
-            f"alone, not {c.objective}. Leave the words out."
+            f"--lora_target_modules {words}: a server that loads the adapter may leave out those "
+            "of layers that compute images: leave out the words, or --rollout_url."
         )
     if words and c.kind.adapter == "dora":
         yield (

@@ -45,24 +45,26 @@ class ImageMemory:
     def __init__(self, parts: ModelParts, precision: Precision) -> None:
         self._parts = parts
         self._precision = precision
-        self._counted: dict[bool, PassBytes | None] = {}
+        self._counted: dict[tuple[bool, bool], PassBytes | None] = {}
 
-    def of(self, lengths: Lengths, *, keeps_inputs_only: bool) -> ImageBytes:
+    def of(
+        self, lengths: Lengths, *, keeps_inputs_only: bool, has_reference: bool = False
+    ) -> ImageBytes:
         """The bytes for the images of a micro-batch.
 
         Args:
             keeps_inputs_only: whether blocks with adapters keep nothing besides their inputs.
+            has_reference: whether towers with adapters compute features for a reference, too.
         """
         num_values = lengths.image_values
         if not num_values:
             return NO_IMAGE_BYTES
         of_image = sum(value.numel() for value in lengths.example_image.values())
         if of_image:
-            if keeps_inputs_only not in self._counted:
-                self._counted[keeps_inputs_only] = self._count(
-                    lengths.example_image, keeps_inputs_only
-                )
-            found = self._counted[keeps_inputs_only]
+            way = (keeps_inputs_only, has_reference)
+            if way not in self._counted:
+                self._counted[way] = self._count(lengths.example_image, *way)
+            found = self._counted[way]
             if found is not None:
                 share = num_values / of_image
                 return ImageBytes(
@@ -75,11 +77,15 @@ class ImageMemory:
         return image_bytes(towers, num_values, keeps_inputs_only=keeps_inputs_only)
 
     def _count(
-        self, image: Mapping[str, torch.Tensor], keeps_inputs_only: bool
+        self, image: Mapping[str, torch.Tensor], keeps_inputs_only: bool, has_reference: bool
     ) -> PassBytes | None:
         try:
             return count_passes(
-                self._parts, self._precision, image, keeps_inputs_only=keeps_inputs_only
+                self._parts,
+                self._precision,
+                image,
+                keeps_inputs_only=keeps_inputs_only,
+                has_reference=has_reference,
             )
         except Exception as error:  # a model's own code may fail in any way without values
             log.info(

@@ -18,7 +18,9 @@ from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.towers import encoder_blocks
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.planning.storages import CountedStorages, EmptyLoss
+from fsdp_qlora.sharding.both_states import for_policy
 from fsdp_qlora.sharding.recompute import RecomputedTowerBlock
+from fsdp_qlora.sharding.reference_towers import ReferenceTowers
 
 
 class PassBytes(NamedTuple):
@@ -38,12 +40,14 @@ def count_passes(
     images: Mapping[str, torch.Tensor],
     *,
     keeps_inputs_only: bool,
+    has_reference: bool = False,
 ) -> PassBytes:
     """Run the model's own function of images' features.
 
     Args:
         images: a processor's outputs.
         keeps_inputs_only: whether blocks with adapters keep nothing besides their inputs.
+        has_reference: whether towers with adapters compute features for a reference, too.
     Raises:
         AttributeError: the model has no such function.
         Exception: its code fails without values.
@@ -58,6 +62,8 @@ def count_passes(
     }
     trained = [each for adapter in adapter_modules(model) for each in adapter.parameters()]
     uncounted = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
+    if has_reference:
+        ReferenceTowers(model.children()).attach()
     with (
         CountedStorages(uncounted) as count,
         OnMeta(),
@@ -65,7 +71,7 @@ def count_passes(
         precision.autocasting(torch.device("cpu")),
         torch.set_grad_enabled(bool(trained)),
     ):
-        features = _features(model.get_image_features(**inputs))
+        features = _features(for_policy(model.get_image_features(**inputs)))
         forward = count.most
         if not trained:
             return PassBytes(forward, 0, 0)

@@ -249,7 +249,12 @@ def _placed(
     machine = plan.machine
     recomputing, on_host = _activations(config, len(plan.meta.parts.blocks))
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
-    reference = config.objective_row.reference_beside(config)
+    has_reference = config.objective_row.reference_beside(config) is not Reference.NONE
+    images = plan.image_memory.of(
+        lengths,
+        keeps_inputs_only=bool(recomputing or on_host.blocks),
+        has_reference=has_reference,
+    )
     step = Step(
         precision=plan.precision,
         optimizer=config.optimizer,
@@ -261,8 +266,8 @@ def _placed(
         on_host=on_host,
         buffer_bytes=bytes_of_variable(BUFFER),
         workspace=machine.workspace,
-        passes=1 if reference is Reference.NONE else 2,
-        images=plan.image_memory.of(lengths, keeps_inputs_only=bool(recomputing or on_host.blocks)),
+        passes=1 + has_reference,
+        images=images,
     )
     return PlacedModel(
         plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks

@@ -171,7 +171,7 @@ def build_forward(
         collator,
         plan.model.precision,
         attention=None if collator.schedule.padding else plan.model.documents,
-        reference=ReferencePass(model) if has_reference else None,
+        reference=ReferencePass(model, towers_of(plan)) if has_reference else None,
         temperature=config.temperature,
         context=context,
         heartbeat=control.heartbeat,

@@ -8,11 +8,12 @@ from torch.utils._pytree import tree_any, tree_map, tree_map_only
 
 
 class BothStates(torch.Tensor):
-    """The policy's hidden states between two blocks, with the reference's behind them.
+    """The policy's hidden states outside of blocks, with the reference's behind them.
 
     A model may change hidden states between its blocks: qwen3_vl adds features of images to those
     of their tokens. Each function of torch that it calls for the policy's is called for the
-    reference's, too. What a function takes besides is the same for both.
+    reference's, too. What a function takes besides is the same for both. Features of images may
+    be such tensors themselves, where their towers have adapters.
     """
 
     policy: torch.Tensor
@@ -35,15 +36,35 @@ class BothStates(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         arguments = (args, dict(kwargs or {}))
-        args, named = tree_map_only(cls, lambda both: both.policy, arguments)
+        args, named = for_policy(arguments)
         result = func(*args, **named)
         # Hooks, shapes and the like are the policy's alone.
         if func is not torch.Tensor.__setitem__ and not tree_any(_is_tensor, result):
             return result
-        args, named = tree_map_only(cls, lambda both: both.reference, arguments)
+        args, named = for_reference(arguments)
         with torch.no_grad():
             of_reference = func(*args, **named)
-        return tree_map(_behind, result, of_reference)
+        return put_behind(result, of_reference)
+
+
+def for_policy(values: Any) -> Any:
+    """The same values with the policy's part of each `BothStates`."""
+    return tree_map_only(BothStates, lambda both: both.policy, values)
+
+
+def for_reference(values: Any) -> Any:
+    """The same values with the reference's part of each `BothStates`."""
+    return tree_map_only(BothStates, lambda both: both.reference, values)
+
+
+def put_behind(of_policy: Any, of_reference: Any) -> Any:
+    """The policy's values with the reference's tensors behind theirs, as `BothStates`."""
+    return tree_map(_behind, of_policy, of_reference)
+
+
+def have_both(values: Any) -> bool:
+    """Whether a `BothStates` is among the values."""
+    return tree_any(lambda value: isinstance(value, BothStates), values)
 
 
 def _is_tensor(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,11 @@ from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.kept_attention import KeptAttention
 from fsdp_qlora.model.architecture.towers import blocks_of_towers
-from fsdp_qlora.sharding.both_states import BothStates
+from fsdp_qlora.sharding.both_states import BothStates, for_policy, for_reference, have_both
 from fsdp_qlora.sharding.graphed import GraphedBlocks
 from fsdp_qlora.sharding.host_activations import ActivationStore, is_spread
 from fsdp_qlora.sharding.host_memory import InputStore
+from fsdp_qlora.sharding.reference_towers import ReferenceTowers
 
 
 class RecomputedBlock(ActivationWrapper):
@@ -216,12 +217,19 @@ class ReferencePass:
     block.
 
     Where images are shown, the model's own code may add features of images to all tokens between
-    blocks, too. It does so to both (`BothStates`), and to a teacher's behind the student's.
+    blocks, too. It does so to both (`BothStates`), and to a teacher's behind the student's. If
+    towers have adapters, they compute features for each (`ReferenceTowers`).
+
+    Args:
+        towers: the parts of the model that compute images.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, towers: Iterable[nn.Module] = ()) -> None:
         self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
+        self._towers = ReferenceTowers(towers)
         self._hidden: torch.Tensor | None = None
+        # the reference's arguments of a block that is at work for the policy, if they differ
+        self._arguments: Arguments | None = None
         self._shows_images = False
         # id of the policy's mapping -> the reference's copy of it, for one pass
         self._mappings: dict[int, Any] = {}
@@ -238,27 +246,45 @@ class ReferencePass:
             block.follow = self._follow
             if shows_images:
                 # Before FSDP2's hook, whose own function for gradients takes plain tensors.
-                handles.append(block.register_forward_pre_hook(self._part, prepend=True))
+                handles.append(
+                    block.register_forward_pre_hook(self._part, prepend=True, with_kwargs=True)
+                )
+        if shows_images:
+            handles += self._towers.attach()
         try:
             yield
         finally:
             self._hidden = None
+            self._arguments = None
             self._mappings = {}
             for block in self._adapted:
                 block.follow = None
             for handle in handles:
                 handle.remove()
 
-    def _part(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _part(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "Arguments | None":
         """Give a block the policy's hidden states, and keep the reference's for `_follow`."""
-        if not args or not isinstance(args[0], BothStates):
+        plain = {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+        # Mappings stay the same objects, in which blocks hand on keys and values.
+        named = {name: value for name, value in kwargs.items() if name not in plain}
+        if not have_both((args, named)):
             return None
-        self._hidden = args[0].reference
-        return (args[0].policy, *args[1:])
+        args_of_reference, of_reference = for_reference((args, named))
+        self._arguments = (args_of_reference, of_reference | plain)
+        args_of_policy, of_policy = for_policy((args, named))
+        return args_of_policy, of_policy | plain
 
     def _follow(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the policy's block and, after it, the reference's."""
-        of_policy, of_reference = take_apart(args, kwargs, has_both=self._hidden is None)
+        has_both = self._hidden is None
+        of_policy, of_reference = take_apart(args, kwargs, has_both=has_both)
+        has_teacher = of_policy is not of_reference
+        if self._arguments is not None:
+            _, of_reference = take_apart(*self._arguments, has_both=has_both)
+            self._hidden = of_reference[0][0]
+            self._arguments = None
         output = block.compute(*of_policy[0], **of_policy[1])
         args, kwargs = of_reference
         # The first block gets what the embedding gives, which has no adapters: the same for both.
@@ -274,14 +300,17 @@ class ReferencePass:
             reference = unwrapped(block).forward(hidden, *args[1:], **(kwargs | mappings))
         reference = reference if isinstance(reference, torch.Tensor) else reference[0]
         states = output if isinstance(output, torch.Tensor) else output[0]
-        has_teacher = of_policy is not of_reference
         if block is next(reversed(self._adapted)):
             self._hidden = None
             self._mappings = {}
             # A teacher's tokens are in the same row as the student's, behind them.
             states = torch.cat([states, reference], 1 if has_teacher else 0)
         elif has_teacher and self._shows_images:
+            self._hidden = None
             states = torch.cat([states, reference], 1)
+            if self._towers.have_adapters:
+                # Of each the model's own code changes all tokens. The halves are taken from both.
+                states = BothStates.of(states, states.detach().clone())
         else:
             self._hidden = reference
             if self._shows_images:

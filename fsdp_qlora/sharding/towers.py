@@ -57,7 +57,8 @@ class TowerAdapters(nn.Module):
             return
         for adapter in self.adapters:
             for parameter in adapter.parameters():
-                if parameter.grad is None:
+                # Copies of the first values have no gradient.
+                if parameter.requires_grad and parameter.grad is None:
                     # FSDP2 reduces what has a gradient, which must be the same on all ranks.
                     parameter.grad = torch.zeros_like(parameter)
 

@@ -142,11 +142,14 @@ def _ratio(model: PeftModel, side: Side) -> torch.Tensor:
     return answer_logps(model, side).sum() - reference
 
 
-def plain(family: str, folder: Path, objective: str) -> Any:
-    """Losses, gradient norms and the adapter of a plain loop."""
+def plain(family: str, folder: Path, objective: str, layers: str = LORA) -> Any:
+    """Losses, gradient norms and the adapter of a plain loop.
+
+    layers: with adapters, a pattern of all of a path.
+    """
     base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
     loss_of = getattr(PlainLosses(family, folder), objective)
-    return train_on_loss(base, loss_of, LORA, steps=STEPS)
+    return train_on_loss(base, loss_of, layers, steps=STEPS)
 
 
 def save_start(folder: Path) -> Path:
