@@ -152,7 +152,11 @@ def _check_images(config: TrainConfig, plan: ModelPlan, data: RunData) -> None:
             "--rollout_url: prompts are sent as token ids, which have no place for images, and "
             "some prompts have images. Leave it out, so that the model in training answers them."
         )
-    if not plan.meta.parts.tower_adapters or len(data.train.images) or len(data.prompts.rows.images):
+    if (
+        not plan.meta.parts.tower_adapters
+        or len(data.train.images)
+        or len(data.prompts.rows.images)
+    ):
         return
     words = ",".join(name for name in config.lora_target_modules if name in TOWERS)
     if words:

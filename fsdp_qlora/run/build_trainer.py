@@ -59,6 +59,7 @@ from fsdp_qlora.training.generation.generator import KeptWeights
 from fsdp_qlora.training.generation.sampling import SamplingOptions, Stops
 from fsdp_qlora.training.image_inputs import image_inputs_of
 from fsdp_qlora.training.image_probe import probe_images
+from fsdp_qlora.training.image_reference import check_image_reference
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.ahead import (
@@ -180,6 +181,9 @@ def build_forward(
     )
     # A few tokens show how this model's loss can be computed, before a step depends on it.
     forward.probe()
+    if has_reference and plan.data.have_images:
+        table = _rows_with_images(plan.data, has_teacher=collator.has_teacher)
+        check_image_reference(forward, table)
     if ways_in_use().blocks == GRAPHS:
         longest = filled_length(plan.placed.step.num_tokens)
         by_bounds = reads_bounds(model.config, forward.attention)
@@ -270,14 +274,17 @@ def padded_if_images_need_it(plan: Plan, probed: Probed, collator: Collator) -> 
     return dataclasses.replace(collator, schedule=_padded(collator.schedule, plan, reason))
 
 
-def _rows_with_images(data: RunData) -> TokenizedRows:
-    """A table of the run of which rows have images: of prompts with a short answer each."""
+def _rows_with_images(data: RunData, *, has_teacher: bool = False) -> TokenizedRows:
+    """A table of the run of which rows have images: of prompts with a short answer each.
+
+    has_teacher: whether rows of prompts have a teacher's document, too.
+    """
     tables = [table for table in (data.train, data.evaluation) if len(table.images)]
     if tables:
         return tables[0]
     places = np.flatnonzero(data.prompts.rows.images.counts)
     shortest = places[np.argsort(data.prompts.rows.lengths[places], kind="stable")[:2]]
-    return rows_of_answers([*data.prompts.chosen(shortest)], 1, has_teacher=False)
+    return rows_of_answers([*data.prompts.chosen(shortest)], 1, has_teacher=has_teacher)
 
 
 def _padded(schedule: Schedule, plan: Plan, reason: str) -> Schedule:

@@ -27,8 +27,8 @@ from fsdp_qlora.training.probes import Probed, largest_of_ranks, relative_differ
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import first_line
 
-# Errors that a model's code may raise at rows in one sequence.
-_OF_MODEL = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+# Errors that a model's code may raise at rows in another form than it expects.
+OF_MODEL = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 def probe_images(
@@ -61,8 +61,8 @@ def probe_images(
         together = _batch(collator, table, rows)
         with attending(model, probed.documents):
             states = _hidden_states(probed, together, towers)[:, first : first + length]
-    except _OF_MODEL as error:
-        if not _is_of_model(error):
+    except OF_MODEL as error:
+        if not is_of_model(error):
             raise
         reason = first_line(error)
         # As in `probe_packing`: a whole forward pass puts FSDP2's states right again.
@@ -90,7 +90,7 @@ def _batch(collator: Collator, table: TokenizedRows, rows: np.ndarray) -> MicroB
     return batch
 
 
-def _is_of_model(error: Exception) -> bool:
+def is_of_model(error: Exception) -> bool:
     """Whether an error is of the model's code; others are of a lost rank, of memory, or of images
     that cannot be read.
     """

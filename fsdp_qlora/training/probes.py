@@ -50,7 +50,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _ABOUT_LOGITS = re.compile(r"^(?!.*(attn|attention|router|to_keep)).*(logit|lm_head|output_mult)")
 # Of the loss of a few tokens, by the model and by us. In 16 bits a model rounds logits, scaled and
 # capped.
-_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 # The second document is short behind a long one, so that it suffers most from what is left of the
 # first.
@@ -96,7 +96,7 @@ def probe_head_loss(
         }
         # Errors are the largest of all ranks, so every rank finds the same form.
         form = min(errors, key=lambda form: errors[form])
-        if errors[form] <= _LOSS_TOLERANCE[logits.dtype]:
+        if errors[form] <= LOSS_TOLERANCE[logits.dtype]:
             free_head_before_backward(model)
             return attach_head_loss(model, form._replace(temperature=temperature), chunk_bytes)
         reason = "its logits are not its head's outputs, scaled or capped as its config says"
@@ -142,7 +142,7 @@ def check_reference(
     together = together.view(-1, *alone.shape[1:])
     difference = (together[len(alone) :] - alone).float().norm()
     most = largest_of_ranks(difference / alone.float().norm())
-    if len(together) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
+    if len(together) != 2 * len(alone) or most > LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"{type(model).__name__} passes other values than hidden states between its blocks, so "
             f"the reference cannot run in the policy's forward pass. {other_way}"

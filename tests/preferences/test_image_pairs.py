@@ -222,8 +222,9 @@ def test_an_image_is_computed_once_a_pair_and_a_resumed_run_is_the_same(folders,
     statuses, output = on_ranks(1, _count_images, (argv, tmp_path / "counts"), tmp_path / "logs")
     assert statuses == [0], output
     counts = json.loads((tmp_path / "counts.0").read_text())
-    # Six images in eight pairs. Before the first step two rows are tried, together and alone.
-    assert sum(counts[-3 * STEPS :]) == 6 * STEPS and len(counts) == 3 * STEPS + 2
+    # Six images in eight pairs. Before the first step two rows are tried, together and alone, and
+    # a row with its reference and without.
+    assert sum(counts[-3 * STEPS :]) == 6 * STEPS and len(counts) == 3 * STEPS + 4
     train_ok(1, tmp_path / "resumed", resume=tmp_path / "whole/checkpoints/step_000001", **options)
     first, second = (
         (tmp_path / name / "adapter_model.safetensors").read_bytes()

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.helpers.metrics import read_metrics
 from tests.helpers.reference import load_base
 from tests.helpers.rows import read_rows, write_rows
 from tests.parity.test_images import LORA, PROCESSORS, make_multimodal, picture, png
+from tests.parity.test_tower_adapters import fill_zeros
 from tests.rollouts.runs import rollouts_of
 
 LR = 0.3
@@ -60,9 +61,13 @@ class Asked(NamedTuple):
     others: Mapping[str, Any]
 
 
-def make_folder(folder: Path, family: str) -> Path:
-    """A tiny model with its processor, an adapter to start from, prompts and a reward function."""
+def make_folder(folder: Path, family: str, layers: str = LORA) -> Path:
+    """A tiny model with its processor, an adapter to start from, prompts and a reward function.
+
+    layers: with an adapter, a pattern of all of a path.
+    """
     make_multimodal(folder, family)
+    fill_zeros(folder)
     PROCESSORS[family](folder)
     for number, image in enumerate(_pictures()):
         (folder / f"{number}.png").write_bytes(png(image))
@@ -72,7 +77,7 @@ def make_folder(folder: Path, family: str) -> Path:
         rows.append({"prompt": [{"role": "user", "content": text}], "images": images})
     write_rows(folder / "rows.jsonl", rows)
     (folder / "own.py").write_text(SCORE)
-    config = LoraConfig(r=4, lora_alpha=32, target_modules=LORA, task_type="CAUSAL_LM")
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=layers, task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -212,6 +217,18 @@ def write_taught(folder: Path) -> Path:
         answer = {"role": "assistant", "content": "red river " * number}
         row |= {"teacher_system": SYSTEM, "completion": [answer]}
     return write_rows(folder / "taught.jsonl", rows)
+
+
+def distilled_answers(folder: Path, output: Path) -> list[list[list[int]]]:
+    """The tokens of each step's answers: those that the run has sampled, or of `write_taught`."""
+    if (output / "rollouts.jsonl").exists():
+        lines = sorted(rollouts_of(output), key=lambda line: (line["step"], line["row"]))
+        tokens = [line["token_ids"] for line in lines]
+        return [tokens[:4], tokens[4:]]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [f"{'red river ' * number}</s>\n" for number in range(1, 5)]
+    of_step = [tokenizer(text, add_special_tokens=False)["input_ids"][:-1] for text in texts]
+    return [of_step] * 2
 
 
 def distilled_steps(

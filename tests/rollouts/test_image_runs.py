@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor
 
 from tests.chaos.harness import adapter, run
 from tests.helpers.run import train_ok
 from tests.rollouts.image_runs import (
     DISTILLED,
+    distilled_answers,
     distilled_steps,
     make_folder,
     numbers,
@@ -76,15 +77,7 @@ def test_self_distillation_with_images_trains_as_a_plain_loop(objective, folders
     changes = {"objective": objective, "max_completion_length": longest, **DISTILLED}
     split = {"batch_size": 2, "dataset": write_taught(folder)}
     train_ok(2, tmp_path / "out", **options_of(folder, **changes, **split))
-    if objective == "distill":
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        texts = [f"{'red river ' * number}</s>\n" for number in range(1, 5)]
-        of_step = [tokenizer(text, add_special_tokens=False)["input_ids"][:-1] for text in texts]
-        answers = [of_step] * 2
-    else:
-        lines = sorted(rollouts_of(tmp_path / "out"), key=lambda line: (line["step"], line["row"]))
-        tokens = [line["token_ids"] for line in lines]
-        answers = [tokens[:4], tokens[4:]]
+    answers = distilled_answers(folder, tmp_path / "out")
     expected = distilled_steps(folder, "qwen3_vl", tmp_path / "out", answers)
     check_as_plain(tmp_path / "out", expected)
 
