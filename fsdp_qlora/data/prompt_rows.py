@@ -221,7 +221,7 @@ def _with_tools(content: PromptContent, tools: list[dict[str, Any]]) -> Chat:
     if isinstance(content, Fields) and not content.shows:
         content = as_chat(content)
     if shows_images(content):
-        raise BadRow("images: answers are generated to text alone")
+        raise BadRow("images: episodes in environments are of text alone")
     if not isinstance(content, Chat):
         raise BadRow("an environment needs messages or an instruction, and the prompt is a text")
     return dataclasses.replace(content, tools=tools or None)

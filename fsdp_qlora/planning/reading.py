@@ -141,17 +141,11 @@ def read_planned_rows(
 
 
 def _check_images(config: TrainConfig, plan: ModelPlan, data: RunData) -> None:
-    """Make sure that images can be used, and that layers that compute them learn from some.
+    """Make sure that layers that compute images learn from some.
 
     Raises:
-        UserError: a server is to answer prompts with images, or the options name such layers, and
-            no row to train on has an image.
+        UserError: the options name such layers, and no row to train on has an image.
     """
-    if config.rollout_url and data.have_images:
-        raise UserError(
-            "--rollout_url: prompts are sent as token ids, which have no place for images, and "
-            "some prompts have images. Leave it out, so that the model in training answers them."
-        )
     if (
         not plan.meta.parts.tower_adapters
         or len(data.train.images)

@@ -71,6 +71,7 @@ from fsdp_qlora.training.rl.answerer import Answerer
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.own_engine import OwnEngine, Room
 from fsdp_qlora.training.rl.server_engine import ServerEngine
+from fsdp_qlora.training.rl.server_requests import ImageSender
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.setup import Setup
 from fsdp_qlora.training.teacher import Teacher
@@ -386,6 +387,7 @@ def open_server(
     assert adapter is not None
     # Every rank takes part in gathering the adapter's values; rank 0 writes them.
     values = LiveValues(keeps=trainer.ranks.is_rank_0)
+    processor = plan.data.image_processor
     return ServerEngine(
         Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
         lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
@@ -395,6 +397,7 @@ def open_server(
         stops,
         sampling_options(config, plan),
         vocab_size=model.get_input_embeddings().num_embeddings,
+        image_sender=ImageSender(processor) if processor else None,
     )
 
 

@@ -41,7 +41,7 @@ from fsdp_qlora.planning.teacher import refuse_whole_logits
 from fsdp_qlora.sharding.optimizer import check_optimizer
 from fsdp_qlora.training.episodes.example import example_episode
 from fsdp_qlora.training.episodes.own_rows import keep_rows
-from fsdp_qlora.training.rl.client import check_server
+from fsdp_qlora.training.rl.client import check_server, check_takes_images
 from fsdp_qlora.training.setup import Setup, SetupOptions, open_setup
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import fit_line
@@ -71,6 +71,15 @@ def check_services(config: TrainConfig, folder: Path) -> None:
         check_server(config.rollout_url, (config.model_name, config.base_name))
     if config.teacher_url and not is_finished(folder):
         check_server(config.teacher_url, [config.teacher], "teacher_url")
+
+
+def check_images(config: TrainConfig, plan: Plan, folder: Path) -> None:
+    """Ask the server of rollouts whether it takes images, if prompts have some. For rank 0 only.
+
+    Raises RankError: it takes none.
+    """
+    if config.rollout_url and plan.data.have_images and not is_finished(folder):
+        check_takes_images(config.rollout_url, (config.model_name, config.base_name))
 
 
 def refuse_new_tokens(config: TrainConfig, model: ModelPlan) -> None:

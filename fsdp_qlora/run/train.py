@@ -33,7 +33,13 @@ from fsdp_qlora.run.extra_measurements import open_extra_measurements
 from fsdp_qlora.run.facts import describe_result, run_facts
 from fsdp_qlora.run.identity import agree, claim_folder, known_facts
 from fsdp_qlora.run.load_model import result_form, warn_left_out
-from fsdp_qlora.run.prepare import PreparedRun, check_services, prepare_run, show_samples
+from fsdp_qlora.run.prepare import (
+    PreparedRun,
+    check_images,
+    check_services,
+    prepare_run,
+    show_samples,
+)
 from fsdp_qlora.run.session import SupervisedSession, enter_rank, open_supervised_session
 from fsdp_qlora.run.supervision import RunSupervisor
 from fsdp_qlora.run.teach import open_teacher
@@ -92,6 +98,8 @@ def run_in_session(config: TrainConfig, folder: RunFolder, session: SupervisedSe
             check_services(config, folder.path)
         prepared = prepare_run(config, ranks, session.store)
         plan = prepared.plan
+        if ranks.is_rank_0:
+            check_images(config, plan, folder.path)
         # All that can be refused without weights is refused before they are downloaded.
         folder.check_contents(known_facts(plan), plan.model.folder)
         check_resources(prepared.config, plan.placed)

@@ -13,6 +13,7 @@ from fsdp_qlora.service.served_adapters import LoadedAdapter, ServedAdapters
 from fsdp_qlora.training.generation.sampling import Completion
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.server_answers import ServerAnswers
+from fsdp_qlora.training.rl.server_requests import SentPrompt
 
 
 class SampleServer:
@@ -55,8 +56,8 @@ class SampleServer:
             else:
                 name = adapter.name
                 load = adapter.load
-            body = answers.request(name, request.prompt, seed)
-            return self._server.patiently(partial(answers.ask, body, load))
+            asked = answers.request(name, SentPrompt(request.prompt), seed)
+            return self._server.patiently(partial(answers.ask, asked, load))
 
     @contextlib.contextmanager
     def _using(self, command: Sample) -> Iterator[LoadedAdapter | None]:

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.__main__ import main
 from tests.helpers.metrics import metrics_of, read_metrics
-from tests.helpers.models import Models
 from tests.helpers.reference import load_base, step_plainly
 from tests.helpers.rows import write_rows
 from tests.helpers.run import flags, on_ranks, train_ok

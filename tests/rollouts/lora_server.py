@@ -70,20 +70,20 @@ class LoraServer(ThreadingHTTPServer):
         name = body.get("lora_name")
         path = body.get("lora_path")
         if not name or not path or name in self.adapters:
-            return 400, _error("the request is wrong, or the adapter is there")
+            return 400, error("the request is wrong, or the adapter is there")
         if not (Path(path) / "adapter_config.json").is_file():
-            return 404, _error("No adapter found for <path>")
+            return 404, error("No adapter found for <path>")
         self.adapters[name] = path
         return 200, "Success"
 
     def unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
         found = self.adapters.pop(body["lora_name"], None)
-        return (200, "Success") if found else (404, _error("it cannot be found"))
+        return (200, "Success") if found else (404, error("it cannot be found"))
 
     def completions(self, body: dict[str, Any]) -> tuple[int, Any]:
         folders = {self.base: "", **self.adapters}
         if body["model"] not in folders:
-            return 404, _error(f"The model `{body['model']}` does not exist.")
+            return 404, error(f"The model `{body['model']}` does not exist.")
         with self.lock:
             tokens, logps = self.choose(folders[body["model"]], body)
         choice = {
@@ -94,7 +94,7 @@ class LoraServer(ThreadingHTTPServer):
         return 200, {"model": body["model"], "choices": [choice]}
 
 
-def _error(message: str) -> dict[str, Any]:
+def error(message: str) -> dict[str, Any]:
     return {"error": {"message": message}}
 
 

@@ -107,7 +107,7 @@ def test_images_stay_refused_in_environments(read, prepare, tmp_path):
     from fsdp_qlora.data.prompt_rows import _with_tools
     from fsdp_qlora.data.text import chats
 
-    with pytest.raises(ValueError, match="images: answers are generated to text alone"):
+    with pytest.raises(ValueError, match="images: episodes in environments are of text alone"):
         _with_tools(chats.read_turns(shows("a.png"), "messages"), [])
 
 

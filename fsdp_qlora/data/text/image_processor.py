@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from fsdp_qlora.data.content import BadRow, Segment
+from fsdp_qlora.data.text.image_places import with_placeholders
 from fsdp_qlora.data.text.image_store import load
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json, record_of
@@ -150,8 +151,7 @@ class ImageProcessor:
             outputs = self._call(text, images[:count])
         except Exception as error:  # such as of an image that is too narrow
             raise BadRow(f"the model's processor refuses an image ({first_line(error)})") from error
-        # The text that the processor puts in place of each image token, from transformers.
-        written = [place["replacement"] for place in outputs["text_replacement_offsets"][0]]
+        written = _written(outputs)
         num_values = sum(outputs[name].numel() for name in self._names[1])
         tokens = self._processor.tokenizer.convert_ids_to_tokens([*self.image_ids])
         num_tokens = sum(text.count(shown) for text in written for shown in filter(None, tokens))
@@ -169,6 +169,19 @@ class ImageProcessor:
         with self._lock:
             ids = self._processor.tokenizer(written, add_special_tokens=False)["input_ids"]
         return ids, num_values
+
+    def with_placeholders(self, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
+        """The tokens of a prompt with one token for each image, as before `expand`.
+
+        Args:
+            ids: with all tokens of the images.
+        Raises:
+            ValueError: they do not show these images.
+        """
+        token = self._processor.image_token
+        with self._lock:
+            written = _written(self._call(token * len(images), images))
+            return with_placeholders(ids, written, token, self._processor.tokenizer)
 
     @cached_property
     def model_ids(self) -> tuple[int, ...]:
@@ -212,6 +225,11 @@ class ImageProcessor:
             if name in taken
         }
         return inputs | {name: self.kinds_of(input_ids) for name in of_tokens if name in taken}
+
+
+def _written(outputs: Mapping[str, Any]) -> list[str]:
+    """The text that the processor puts in place of each image token, from transformers."""
+    return [place["replacement"] for place in outputs["text_replacement_offsets"][0]]
 
 
 def _files(folder: Path) -> list[Path]:

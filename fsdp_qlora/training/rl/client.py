@@ -31,6 +31,8 @@ log = logging.getLogger("fsdp_qlora")
 T = TypeVar("T")
 
 COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
+"""vLLM's API of token ids, which takes images beside them."""
 # Prompt and answer without their tokens fit in a MiB. A token with its text, its log-probability
 # and the JSON around them is far shorter than 512 bytes.
 MOST_BYTES = 2**20
@@ -347,4 +349,20 @@ def check_server(
             raise RankError(
                 f"--rollout_url: the server {server.url} takes no adapters at run time. Start vLLM "
                 "with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+            ) from error
+
+
+def check_takes_images(url: str, bases: Sequence[str | None]) -> None:
+    """Ask a server, which answers, whether it has the API that takes images. Called on rank 0.
+
+    Raises RankError: it has not.
+    """
+    # A request without tokens is answered with what is wrong with it.
+    try:
+        Server(url, bases, _START_SECONDS).ask(GENERATE, {})
+    except RequestFailed as error:
+        if error.status in (403, 404, 405, 501):
+            raise RankError(
+                f"--rollout_url: some prompts have images, and the server {url} does not take them "
+                f"at {GENERATE} ({error}). Start vLLM with --enable-scale-out."
             ) from error

@@ -5,6 +5,7 @@ An answer that cannot be used is refused in words that say why.
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_qlora.training.divergence import LEAST, LEAST_LOGP
@@ -21,8 +22,8 @@ _ALMOST_ALL = 0.999
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 _WEIGHED = (
     "gives no log-probability of each token, by which tokens are weighed, but {}. It must answer "
-    "`logprobs: 0` with a number for each token in choices[0].logprobs.token_logprobs, as vLLM "
-    "does: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora"
+    "`logprobs: 0` with a number for each token in choices[0].logprobs.{}, as vLLM does: "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora"
 )
 _TEACHER = (
     "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` "
@@ -84,18 +85,44 @@ class Reply:
             )
         return value
 
-    def token_logps(self, count: int) -> list[float]:
-        """The log-probabilities of a completion's tokens. Raises Unusable."""
+    def token_logps(self, count: int, *, of_parts: bool = False) -> list[float]:
+        """The log-probabilities of a completion's tokens.
+
+        of_parts: whether the API gives each token as an object, as to prompts with images.
+
+        Raises Unusable.
+        """
+        name = "content" if of_parts else "token_logprobs"
         try:
-            logps: list[float] = self.get("choices", 0, "logprobs", "token_logprobs", kind=list)
+            logps: list[Any] = self.get("choices", 0, "logprobs", name, kind=list)
         except Unusable as error:
-            raise Unusable(_WEIGHED.format("none")) from error
+            raise Unusable(_WEIGHED.format("none", name)) from error
         if len(logps) != count:
-            raise Unusable(_WEIGHED.format(f"{len(logps)} for {count} tokens"))
+            raise Unusable(_WEIGHED.format(f"{len(logps)} for {count} tokens", name))
+        if of_parts:
+            logps = [part.get("logprob") if isinstance(part, dict) else part for part in logps]
         for logp in logps:
             if not (_is_logp(logp) and logp > -_LARGEST):
-                raise Unusable(_WEIGHED.format(f"{_shown(logp)} for one"))
+                raise Unusable(_WEIGHED.format(f"{_shown(logp)} for one", name))
         return logps
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Make sure that the server has answered to these tokens of a prompt with images.
+
+        Raises Unusable.
+        """
+        found: list[Any] = self.get("prompt_token_ids", kind=list)
+        if found == [*ids]:
+            return
+        pairs = enumerate(zip(found, ids, strict=False))
+        place = next((i for i, (a, b) in pairs if a != b), min(len(found), len(ids)))
+        raise Unusable(
+            f"answers to other tokens than the prompt with images has: {len(found):,} instead of "
+            f"{len(ids):,}, and the first other one is number {place + 1:,}. Its processor of "
+            "images must write as many tokens for each as the one here: give it the same "
+            "preprocessor_config.json and processor_config.json as in --model_name, no "
+            "--mm-processor-kwargs, and a release of transformers that reads them alike"
+        )
 
     def top_tokens(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
         """A teacher's top tokens in the place of each token from `first` of `count`.

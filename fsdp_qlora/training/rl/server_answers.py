@@ -7,16 +7,18 @@ from typing import Any
 from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.rl.client import (
     BYTES_PER_TOKEN,
-    COMPLETIONS,
     MOST_BYTES,
     RequestFailed,
     Server,
     shortened,
 )
 from fsdp_qlora.training.rl.replies import Reply, Unusable
+from fsdp_qlora.training.rl.server_requests import Request, SentPrompt, request_for
 
 # vLLM takes what a request leaves out from the model's generation_config.json.
 _UNCHANGED = {"min_p": 0.0, "repetition_penalty": 1.0}
+# Added to the logits of tokens that are not to be drawn: the least that the API takes.
+_NEVER = -100.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +34,13 @@ class ServerAnswers:
     options: SamplingOptions
     vocab_size: int
 
-    def request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
-        """The body of a request for one answer.
+    def request(self, name: str, prompt: SentPrompt, seed: int) -> Request:
+        """A request for one answer.
 
         Args:
             name: of the base or of an adapter, at the server.
         """
-        return {
-            "model": name,
-            "prompt": list(prompt),
+        settings = {
             "max_tokens": self.options.max_new_tokens,
             # Every server takes a seed of 31 bits.
             "seed": seed % 2**31,
@@ -52,13 +52,14 @@ class ServerAnswers:
             "stop": list(self.texts),
             # Otherwise the end tokens of the model's own files end an answer, too.
             "ignore_eos": not self.stops.tokens,
-            # Text alone cannot be learned from: tokenized again, it may have other tokens.
-            "return_token_ids": True,
             # The log-probability of the drawn token, and of no other one.
             "logprobs": 0,
         }
+        if self.options.never:
+            settings["logit_bias"] = {str(token): _NEVER for token in self.options.never}
+        return request_for(name, prompt, settings)
 
-    def ask(self, request: dict[str, Any], load: Callable[[], object] | None) -> Completion:
+    def ask(self, request: Request, load: Callable[[], object] | None) -> Completion:
         """Ask for one answer.
 
         Args:
@@ -69,7 +70,7 @@ class ServerAnswers:
         """
         try:
             longest = MOST_BYTES + BYTES_PER_TOKEN * self.options.max_new_tokens
-            content = self.server.ask(COMPLETIONS, request, longest)
+            content = self.server.ask(request.path, request.body, longest)
         except RequestFailed as error:
             # vLLM answers so where it does not know the adapter, as after a restart.
             if error.status != 404 or load is None:
@@ -77,22 +78,27 @@ class ServerAnswers:
             load()
             raise RequestFailed("it had lost the adapter, which is loaded again") from error
         with self.server.reading():
-            reply = Reply(COMPLETIONS, content)
+            reply = Reply(request.path, content)
             finish: str = reply.get("choices", 0, "finish_reason", kind=str)
             # vLLM ends answers with "abort" when it is stopped itself.
             if finish not in ("stop", "length"):
                 raise RequestFailed(f"an answer ended with {shortened(finish)!r}")
             model: str = reply.get("model", kind=str)
-            if model != request["model"]:
+            asked = request.body["model"]
+            if model != asked:
                 raise Unusable(
-                    f"answers as {shortened(model)} instead of {request['model']}: it may "
-                    "have sampled from other weights"
+                    f"answers as {shortened(model)} instead of {asked}: it may have sampled from "
+                    "other weights"
                 )
+            if request.ids is not None:
+                reply.check_prompt(request.ids)
             tokens = reply.get("choices", 0, kind=dict).get("token_ids")
             problem = self._problem(tokens, is_done=finish == "stop")
             if problem:
                 raise Unusable(problem)
-            return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
+            of_parts = request.ids is not None
+            logps = reply.token_logps(len(tokens), of_parts=of_parts)
+            return Completion(tokens, finish == "stop", logps)
 
     def _problem(self, tokens: Any, *, is_done: bool) -> str | None:
         """Why an answer's tokens cannot be learned from; None if they can."""
@@ -104,6 +110,11 @@ class ServerAnswers:
                 return (
                     f"returns the token {token!r:.100}, and the model's vocabulary has "
                     f"{self.vocab_size}"
+                )
+            if token in self.options.never:
+                return (
+                    f"returns the token {token}, which stands for an image or the like: it must "
+                    "take logit_bias, as vLLM does"
                 )
         most = self.options.max_new_tokens
         if len(tokens) > most or not (is_done or len(tokens) == most):

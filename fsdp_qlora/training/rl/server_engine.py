@@ -24,6 +24,7 @@ from fsdp_qlora.training.generation.sampling import Completion, SamplingOptions,
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.engine import PromptTokens
 from fsdp_qlora.training.rl.server_answers import ServerAnswers
+from fsdp_qlora.training.rl.server_requests import ImageSender, SentPrompt
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import record_of
 
@@ -47,6 +48,8 @@ class ServerEngine:
     stops: Stops
     options: SamplingOptions
     vocab_size: int
+    image_sender: ImageSender | None = None
+    """Prepares prompts with images, if the model takes any."""
 
     def complete(
         self,
@@ -114,9 +117,17 @@ class ServerEngine:
         # or by a resumed run, has the same one.
         def answer(place: int) -> Completion:
             seed = derive_seed("rollouts", self.options.seed, generation, place)
-            return asked.ask(asked.request(name, prompts.ids[place], seed), load)
+            return asked.ask(asked.request(name, self._sent(prompts, place), seed), load)
 
         return json.dumps(self.server.all_answers(len(prompts.ids), answer))
+
+    def _sent(self, prompts: PromptTokens, place: int) -> SentPrompt:
+        """A prompt as the server gets it."""
+        images = prompts.images[place]
+        if not len(images):
+            return SentPrompt(prompts.ids[place])
+        assert self.image_sender is not None, "prompts have images, and nothing prepares them"
+        return self.image_sender.sent(prompts.ids[place], images)
 
     def _turns(self, version: int, episodes: Sequence[Episode], generation: int) -> str:
         """Play all episodes. Returns no text."""
@@ -129,7 +140,7 @@ class ServerEngine:
                 parts = ("rollouts", self.options.seed, generation, place)
                 seed = derive_seed(*parts, *([episode.turn] if episode.turn else []))
                 asked = self._asking(episode.room)
-                request = asked.request(name, episode.token_ids, seed)
+                request = asked.request(name, SentPrompt(episode.token_ids), seed)
                 # Each turn has the patience of an answer: an episode may last longer.
                 episode.take(self.server.patiently(partial(asked.ask, request, load)))
 
