@@ -3,6 +3,8 @@ model with PEFT's adapter.
 """
 
 import functools
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,13 +79,18 @@ def make_folder(folder: Path, family: str, layers: str = LORA) -> Path:
         rows.append({"prompt": [{"role": "user", "content": text}], "images": images})
     write_rows(folder / "rows.jsonl", rows)
     (folder / "own.py").write_text(SCORE)
-    config = LoraConfig(r=4, lora_alpha=32, target_modules=layers, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config)
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    paths = [path for path, _ in base.named_modules() if re.fullmatch(layers, path)]
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=paths, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02
     model.save_pretrained(folder / "start")
+    # PEFT shortens the paths, and a run takes names and patterns for the decoder's layers.
+    file = folder / "start" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": paths}))
     return folder
 
 
