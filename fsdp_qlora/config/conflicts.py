@@ -148,9 +148,9 @@ def _merge_aware_errors(c: TrainConfig) -> Iterator[str]:
         )
     if any(name in TOWERS for name in c.lora_target_modules):
         yield "--merge_aware: layers that compute images are not quantized. Leave the words out."
-    kept_plain = _changed(c, "modules_to_save", "add_tokens", "lora_target_parameters")
+    kept_plain = _changed(c, "modules_to_save", "add_tokens")
     if kept_plain:
-        yield f"--merge_aware trains linear layers alone: leave out {_flags(kept_plain)}."
+        yield f"--merge_aware trains quantized weights alone: leave out {_flags(kept_plain)}."
     if c.rollout_url:
         yield (
             "--merge_aware: a server would load the adapter beside its base, not merged into it: "

@@ -7,7 +7,6 @@ from fsdp_qlora.config.marks import (
     AT_MOST_TWO,
     FINITE,
     MAY_DIFFER,
-    NOT_EMPTY,
     NOT_NEGATIVE,
     OF_ADAPTER,
     ONE_OR_TWO,
@@ -126,7 +125,7 @@ class LearningOptions:
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, SHARE_BELOW_1, OF_ADAPTER] = 0.0
     """Dropout on the adapter's input; try 0.05 to 0.1 when the model overfits a small dataset."""
-    lora_target_modules: Annotated[tuple[str, ...], NOT_EMPTY, OF_ADAPTER] = ("all",)
+    lora_target_modules: Annotated[tuple[str, ...], OF_ADAPTER] = ("all",)
     """Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the
     model), layer names such as q_proj,v_proj, or one regular expression for whole paths such as
     .*layers.1\\d.*_proj (without commas). These are of the decoder; vision and projector, beside

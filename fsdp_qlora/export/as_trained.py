@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.export.changes import LowRankUpdate
 from fsdp_qlora.export.merge import Merge, MergedModel, quantized_model, spans
+from fsdp_qlora.model.quantizers.base import QuantizedExperts
+from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate, round_experts
 from fsdp_qlora.model.quantizers.rounded_weight import Update
 from fsdp_qlora.sharding.loading.load_weights import (
     load_quantized,
@@ -77,13 +79,11 @@ class ModelAsTrained(MergedModel):
         """The pieces of a weight's codes and statistics, as bytes of the tensors in the files."""
         change = self.changes.update(name)
         assert isinstance(change, LowRankUpdate)
-        [lora_B] = change.left.to(self.device)
-        [lora_A] = change.right.to(self.device)
         # Memory for one weight at a time.
         layer = self.layers[name]
         layer.to_empty(device=self.device)
         load_quantized(name, layer, self.kept, self.mesh, self.device)
-        layer.store(layer.rounded(Update(lora_A, lora_B, change.scaling), layer.tensors()))
+        layer.store(_round(layer, change, self.device))
         for suffix, form in layer.stored_forms().items():
             content = layer.stored_bytes(suffix)[: form.num_bytes].cpu()
             done = 0
@@ -101,6 +101,19 @@ class ModelAsTrained(MergedModel):
 
     def warn(self, folder: Path) -> None:
         log.info("Rounded as in training: the weights are those that the run evaluated.")
+
+
+@torch.no_grad()
+def _round(layer: Any, change: LowRankUpdate, device: torch.device) -> Any:
+    """The tensors of a layer after rounding it with its update, as in training."""
+    left = change.left.to(device)
+    right = change.right.to(device)
+    if not isinstance(layer, QuantizedExperts):
+        return layer.rounded(Update(right[0], left[0], change.scaling), layer.tensors())
+    update = ExpertsUpdate(left, right, change.scaling)
+    if layer.is_swapped:
+        update = update.transposed()
+    return round_experts(layer, range(layer.shape[0]), update, layer.tensors())
 
 
 def as_trained(merge: Merge, mesh: DeviceMesh, device: torch.device) -> ModelAsTrained:

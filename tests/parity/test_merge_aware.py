@@ -119,8 +119,9 @@ def _of_nf4(stored: Tensors, name: str) -> tuple[torch.Tensor, Callable]:
 
     def decode(codes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
         options = {"blocksize": 64, "quant_type": "nf4"}
+        # Rows of whole blocks: bitsandbytes' CPU kernel scales others wrongly.
         values = torch.ops.bitsandbytes.dequantize_4bit(
-            codes.view(-1, 1), absmax, *options.values(), [*shape], torch.float32
+            codes.view(-1, 1), absmax, *options.values(), [len(absmax), 64], torch.float32
         )
         return values.view(shape)
 
@@ -159,9 +160,12 @@ def opened(form: str, stored: Tensors, name: str) -> tuple[torch.Tensor, Callabl
 class Rounded(nn.Module):
     """A linear layer whose weight is rounded with the adapter's update, straight through."""
 
-    def __init__(self, path: str, weight: torch.Tensor, round_again: Callable) -> None:
+    def __init__(
+        self, path: str, weight: torch.Tensor, round_again: Callable, bias: Any = None
+    ) -> None:
         super().__init__()
         self.weight = weight
+        self.bias = bias
         self.round_again = round_again
         out_features, in_features = weight.shape
         start = partial(first_adapter_value, seed=RUN["seed"])
@@ -173,7 +177,7 @@ class Rounded(nn.Module):
         update = 2 * self.B @ self.A
         with torch.no_grad():
             rounded = self.round_again(self.weight + update)
-        return F.linear(x, update + (rounded - update.detach()))
+        return F.linear(x, update + (rounded - update.detach()), self.bias)
 
 
 def train_plainly(

@@ -17,7 +17,7 @@ from fsdp_qlora.distributed.shards import local_part
 from fsdp_qlora.model.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.model.adapters.lean_mlp import lean_mlp
 from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
-from fsdp_qlora.model.adapters.merge_aware import MergeAwareLinear
+from fsdp_qlora.model.adapters.merge_aware import MergeAwareExperts, MergeAwareLinear
 from fsdp_qlora.model.architecture.gated_mlp import GatedMlp
 from fsdp_qlora.model.architecture.structure import canonical_name, has_tied_embeddings
 from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
@@ -195,7 +195,8 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
     model.requires_grad_(False)
     if options.merge_aware:
         targets = [*targets]
-        _check_rounded(model, targets)
+        linears = {path: model.get_submodule(path) for path in targets}
+        _check_rounded(linears, "--lora_target_modules")
         kind = "merge_aware"
     for path in targets:
         wrapped = ADAPTERS[kind](
@@ -210,27 +211,34 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
             module.with_adapters = lean_mlp
 
 
-def _check_rounded(model: nn.Module, targets: Iterable[str]) -> None:
-    plain = [path for path in targets if not isinstance(model.get_submodule(path), RoundedWeight)]
+def _check_rounded(layers: Mapping[str, nn.Module | nn.Parameter], option: str) -> None:
+    """Refuse weights with an adapter, path -> layer, that cannot be rounded."""
+    plain = [path for path, layer in layers.items() if not isinstance(layer, RoundedWeight)]
     if plain:
         leaves = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in plain}))
         raise UserError(
             f"merge_aware rounds each weight with an adapter to the base's format, in which "
             f"{plain[0]} is not ({leaves}; {len(plain)} layers). Name the quantized layers alone "
-            "in --lora_target_modules."
+            f"in {option}."
         )
 
 
 def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraOptions) -> None:
     """Add LoRA adapters (fp32, meta device) to 3-D expert parameters of a frozen model."""
     modules: dict[str, list[str]] = {}
+    kept: dict[str, nn.Module | nn.Parameter] = {}
     for path in parameters:
         module, _, name = path.rpartition(".")
         modules.setdefault(module, []).append(name)
+        kept[path] = getattr(model.get_submodule(module), name)
+    adapted = LoraExperts
+    if options.merge_aware:
+        _check_rounded(kept, "--lora_target_parameters")
+        adapted = MergeAwareExperts
     for module, names in modules.items():
         experts = model.get_submodule(module)
         scaling = options.scaling(options.rank, options.alpha)
-        wrapped = LoraExperts(experts, names, rank=options.rank, scaling=scaling)
+        wrapped = adapted(experts, names, rank=options.rank, scaling=scaling)
         model.set_submodule(module, wrapped)
 
 

@@ -319,6 +319,7 @@ class LoraExperts(nn.Module):
     """
 
     is_adapted = True
+    adapter: type[ExpertsLora] = ExpertsLora
 
     def __init__(
         self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float
@@ -340,7 +341,7 @@ class LoraExperts(nn.Module):
         parameter = getattr(self.base_layer, name)
         # A quantized one may be stored in another shape.
         shape = getattr(parameter, "parameter_shape", parameter.shape)
-        return ExpertsLora(shape, transposed=self.transposed, rank=rank)
+        return self.adapter(shape, transposed=self.transposed, rank=rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()

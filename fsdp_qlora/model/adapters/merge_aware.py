@@ -10,6 +10,7 @@ outlives its product. A and B are float32 in every precision: what is rounded ar
 are saved.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,19 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.adapters.lora import (
+    ExpertsLora,
     KeptInput,
     LoraAdapter,
+    LoraExperts,
     LoraLinear,
     as_before,
     low_rank_grads,
 )
 from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from fsdp_qlora.model.quantizers.products import FrozenProduct
+from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate
 from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
+from fsdp_qlora.model.quantizers.routed import AdaptedExperts
 
 
 class RoundedLinear(NamedTuple):
@@ -119,3 +124,31 @@ class MergeAwareLinear(LoraLinear):
         super().__init__(base_layer, **options)
         assert isinstance(base_layer, RoundedWeight)
         base_layer.is_rounded_again = True
+
+
+class MergeAwareExpertsLora(ExpertsLora):
+    """LoRA's matrices of all experts, added to their quantized weights and rounded with them."""
+
+    in_fp32 = True
+
+
+class MergeAwareExperts(LoraExperts):
+    """Experts whose quantized weights are rounded with the updates of their adapters."""
+
+    adapter = MergeAwareExpertsLora
+
+    def __init__(self, base_layer: nn.Module, names: Iterable[str], **options: Any) -> None:
+        super().__init__(base_layer, names, **options)
+        for name in self.lora:
+            rounded: Any = base_layer.get_submodule(name)
+            rounded.is_rounded_again = True
+
+    def _adapted(self, name: str, lora_A: torch.Tensor, lora_B: torch.Tensor) -> AdaptedExperts:
+        adapted = super()._adapted(name, lora_A, lora_B)
+        # Views of the gathered weights, which FSDP2 refills before the backward pass.
+        update = ExpertsUpdate(lora_B.detach(), lora_A.detach(), self.scaling)
+        base: Any = adapted.base
+        # B A is of the parameter as PEFT takes it: [out, in], or its transpose.
+        if self.swaps != base.transposed:
+            update = update.transposed()
+        return adapted._replace(update=update)

@@ -415,7 +415,7 @@ class QuantizedExperts(QuantizedWeight):
     List it before the quantizer's class among the bases.
 
     parameter: [experts, out, in], or [experts, in, out] where `transposed`. is_upright: keep
-    [experts, out, in] of the latter too.
+    [experts, out, in] of the latter too (is_swapped).
 
     bring: is called with the numbers of the experts whose codes are needed next, where codes can be
     elsewhere.
@@ -428,9 +428,10 @@ class QuantizedExperts(QuantizedWeight):
     ) -> None:
         self.parameter_shape = tuple(parameter.shape)
         # gpt_oss's module has [experts, in, out], its files the codes of [experts, out, in].
-        swaps = transposed and is_upright
-        super().__init__(tuple(parameter.mT.shape if swaps else parameter.shape), **options)
-        self.transposed = transposed and not swaps
+        self.is_swapped = transposed and is_upright
+        shape = parameter.mT.shape if self.is_swapped else parameter.shape
+        super().__init__(tuple(shape), **options)
+        self.transposed = transposed and not self.is_swapped
 
     def supports(self) -> bool:
         """Whether no row of codes crosses from one expert to the next."""

@@ -284,6 +284,12 @@ class Bnb4bitWeight(RoundedWeight):
     def rounded_together(self) -> int:
         return BLOCKSIZE
 
+    @property
+    def joins_matrices(self) -> bool:
+        # A nested absmax may be of blocks of two experts.
+        size = math.prod(self.shape[1:])
+        return self.double_quant and size % (BLOCKSIZE * NESTED_BLOCKSIZE) != 0
+
     def round_part(
         self, values: torch.Tensor, part: Matrix, tensors: Bnb4bitTensors
     ) -> Bnb4bitTensors:

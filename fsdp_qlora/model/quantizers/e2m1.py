@@ -161,7 +161,11 @@ class E2m1Weight(RoundedWeight):
         stored = tensors.scale.view(torch.uint8).view(-1)[first : first + count]
         # A group keeps its scale unless its values have grown beyond it. So weights without an
         # update keep their values, also where a scale was chosen by another rule than here.
-        return self.quantize(values, tensors.global_scale, stored)
+        return self.quantize(values, self.global_scale_of(part, tensors), stored)
+
+    def global_scale_of(self, part: Matrix, tensors: E2m1Tensors) -> torch.Tensor | None:
+        """The global scale of a part of the weight that has one, [1]."""
+        return tensors.global_scale
 
     def join_parts(self, parts: Sequence[E2m1Tensors], tensors: E2m1Tensors) -> E2m1Tensors:
         codes = torch.cat([part.weight for part in parts])
@@ -232,8 +236,8 @@ class Nvfp4Weight(E2m1Weight):
         super().__init__(shape, compute_dtype=compute_dtype)
         self.multiplies = multiplies
         # num_parts is of each matrix, and experts are a matrix each.
-        parts = num_parts * math.prod(shape[:-2]) or 1
-        self.global_scale = self._storage(parts, 4, torch.float32)
+        self.num_scales = num_parts * math.prod(shape[:-2]) or 1
+        self.global_scale = self._storage(self.num_scales, 4, torch.float32)
 
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
         if suffix == ".scale":
@@ -273,6 +277,15 @@ class Nvfp4Weight(E2m1Weight):
         rounded = scales.float()
         rounded = torch.where(rounded == 0, _SCALE_OF_ZEROS, rounded)
         return rounded.to(scales.dtype).view(torch.uint8)
+
+    @property
+    def part_weights(self) -> int:
+        return math.prod(self.shape) // self.num_scales
+
+    def global_scale_of(self, part: Matrix, tensors: E2m1Tensors) -> torch.Tensor | None:
+        assert tensors.global_scale is not None
+        index = part.first // self.part_weights
+        return tensors.global_scale.view(-1)[index : index + 1]
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         return self.quantize(values, self.global_scale).weight

@@ -104,9 +104,14 @@ class Fp8Weight(RoundedWeight):
         # A part of a matrix may begin anywhere if its rows have one scale.
         return self.row_weights if self.keeps_scale else self.block[0] * self.row_weights
 
+    @property
+    def part_weights(self) -> int:
+        return self.block[0] * self.row_weights if self.keeps_scale else super().part_weights
+
     def round_part(self, values: torch.Tensor, part: Matrix, tensors: Fp8Tensors) -> Fp8Tensors:
         height, _ = self.block
-        first = part.first // self.row_weights // height
+        matrix, row = divmod(part.first // self.row_weights, self.shape[-2])
+        first = matrix * self.scale_shape[0] + row // height
         scale = tensors.scale[first : first - (-len(values) // height)]
         if not self.keeps_scale:
             scale = grown_scales(values, scale, self.block, self.code_dtype)

@@ -55,6 +55,16 @@ class RoundedWeight(QuantizedWeight):
         """Number of weights that can only be rounded together, from a multiple of it on."""
         raise NotImplementedError
 
+    @property
+    def part_weights(self) -> int:
+        """Number of weights in each part that has a scale of its own which stays."""
+        return math.prod(self.shape)
+
+    @property
+    def joins_matrices(self) -> bool:
+        """Whether experts can only be rounded together, since some share a statistic."""
+        return False
+
     def round_part(self, values: torch.Tensor, part: Matrix, tensors: Any) -> Any:
         """Round float32 values [n, in], those of a part of the weight.
 
@@ -69,25 +79,33 @@ class RoundedWeight(QuantizedWeight):
     @torch.no_grad()
     def rounded(self, update: Update, tensors: Any) -> Any:
         """The tensors of round(W + s B A), for the weight W [out, in] of `tensors`."""
+        return self.join_parts(self.rounded_parts(self.whole, update, tensors), tensors)
+
+    def rounded_parts(self, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
+        """The parts, for `join_parts`, of a matrix of the weight after `rounded`."""
         parts = []
-        for start, part in self._pieces(tensors.weight.device):
+        for start, part in self._pieces(matrix, tensors.weight.device):
             values = self.decode_tensors(part, torch.float32, tensors)
             parts.append(self.round_part(update.added_to(values, start), part, tensors))
             # Freed before the next piece is decoded.
             del values
-        return self.join_parts(parts, tensors)
+        return parts
 
     def store(self, tensors: Any) -> None:
         """Keep the whole weight of these tensors, where this rank alone has the layer."""
         for name in ("weight", *self.statistics):
             write_bytes(getattr(self, name), getattr(tensors, name))
 
-    def _pieces(self, device: torch.device) -> Iterator[tuple[int, Matrix]]:
-        """The matrix in pieces of whole rows, each with its first row."""
-        num_rows, num_columns = self.shape
+    def _pieces(self, matrix: Matrix, device: torch.device) -> Iterator[tuple[int, Matrix]]:
+        """A matrix in pieces of whole rows, each with its first row."""
+        num_rows, num_columns = matrix.shape
         aligned = math.lcm(num_columns, self.rounded_together) // num_columns
         most = _PIECE["cpu" if device.type == "cpu" else "cuda"]
         step = max(1, most // (num_columns * aligned)) * aligned
-        for start in range(0, num_rows, step):
-            count = min(step, num_rows - start)
-            yield start, Matrix((count, num_columns), start * num_columns)
+        # No piece is in two parts that have a scale each.
+        part_rows = min(num_rows, self.part_weights // num_columns)
+        for begin in range(0, num_rows, part_rows):
+            end = min(begin + part_rows, num_rows)
+            for start in range(begin, end, step):
+                count = min(step, end - start)
+                yield start, Matrix((count, num_columns), matrix.first + start * num_columns)

@@ -18,7 +18,7 @@ rows x_NI, weights what it makes of them with the router's shares_N, and adds th
 
 Only the inputs of a product are kept for the backward pass. With p a choice's share, g the gradient
 of its token's sum and z = g W + g B A, the gradient of its row x is p z, and the gradient of p is
-z x + g b: the product W x is not needed.
+z x + g b: the product W x is not needed. Merge-aware, W + B A is rounded, and z is g times that.
 """
 
 import math
@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.kernels.in_use import ways_in_use
 from fsdp_qlora.model.module_state import state_of
-from fsdp_qlora.model.quantizers.base import QuantizedExperts
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, Tensors
 from fsdp_qlora.model.quantizers.expert_groups import Choices, can_group
 from fsdp_qlora.model.quantizers.padded_groups import (
     LARGE_PRODUCT,
@@ -44,6 +44,11 @@ from fsdp_qlora.model.quantizers.padded_groups import (
     sort_by_rows,
 )
 from fsdp_qlora.model.quantizers.products import FrozenProduct, computing_dtype, plain_product
+from fsdp_qlora.model.quantizers.rounded_experts import (
+    ExpertsUpdate,
+    experts_to_round,
+    round_experts,
+)
 
 # Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a
 # group needs; on a CPU they stay in its cache.
@@ -54,12 +59,14 @@ class AdaptedExperts(NamedTuple):
     """A 3-D parameter with low-rank updates.
 
     base: [E, O, I], or [E, I, O] where the module's parameters are transposed. lora_A: [E, R, I].
-    lora_B: [E, O, R], scaled already.
+    lora_B: [E, O, R], scaled already. update: the same, if it is added to the quantized base before
+    that is rounded to its format again (merge-aware training); A and B then only get gradients.
     """
 
     base: nn.Parameter | QuantizedExperts
     lora_A: torch.Tensor
     lora_B: torch.Tensor
+    update: ExpertsUpdate | None = None
 
 
 class _GroupProduct(NamedTuple):
@@ -84,17 +91,18 @@ _Products = Callable[[AnyGroup], FrozenProduct | _GroupProduct]
 class _Call(NamedTuple):
     """Inputs of a product that are no tensors to differentiate.
 
-    groups: of the experts. product: gives the products with a group's weights. tokens_N: the token
-    of each choice. gathers: whether x is x_TI; without, it is x_NI. out: rows, features and dtype
-    of y.
+    groups: of the experts. products: gives, at the start of a pass, what gives the products with a
+    group's weights. tokens_N: the token of each choice. gathers: whether x is x_TI; without, it is
+    x_NI. out: rows, features and dtype of y. has_update: whether these weights contain B A.
     """
 
     groups: Sequence[AnyGroup]
-    product: _Products
+    products: Callable[[], _Products]
     tokens_N: torch.Tensor
     gathers: bool
     transposed: bool
     out: tuple[int, int, torch.dtype]
+    has_update: bool
 
     def rows(self, x: torch.Tensor, group: AnyGroup) -> torch.Tensor:
         """The rows of x that belong to the choices of a group [C, I]."""
@@ -222,9 +230,9 @@ def _multiply(
     """
     base = getattr(module, name)
     transposed = is_transposed(module)
-    lora_A = lora_B = None
+    lora_A = lora_B = update = None
     if isinstance(base, AdaptedExperts):
-        base, lora_A, lora_B = base
+        base, lora_A, lora_B, update = base
     is_quantized = isinstance(base, QuantizedExperts)
     if is_quantized:
         dtype = base.compute_dtype
@@ -243,24 +251,35 @@ def _multiply(
         out = (len(choices.tokens), features, dtype)
     else:
         out = (len(sums), features, sums.dtype)
-    product = _products(base, dtype, transposed)
-    call = _Call(groups, product, choices.tokens, gathers, transposed, out)
+    needed: Sequence[int] = [expert for group in groups for expert in group.experts]
+    products = partial(_products, base, dtype, transposed)
+    if update is not None:
+        needed = experts_to_round(base, needed)
+        products = partial(_rounded_products, base, needed, update)
+    has_update = update is not None
+    call = _Call(groups, products, choices.tokens, gathers, transposed, out, has_update)
     if is_quantized and base.bring:
         # Codes that are in the host's memory are copied now, for the backward pass too.
-        base.bring([expert for group in groups for expert in group.experts])
+        base.bring(needed)
     bias = getattr(module, f"{name}_bias", None)
     inputs = (x.to(dtype), shares, plain_weight, bias, lora_A, lora_B)
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
     return y
 
 
-def _products(base: Any, dtype: torch.dtype, transposed: bool) -> _Products:
-    """A function that gives the products with a group's weights, which are decoded at each use."""
+def _products(
+    base: Any, dtype: torch.dtype, transposed: bool, tensors: Tensors | None = None
+) -> _Products:
+    """A function that gives the products with a group's weights, which are decoded at each use.
+
+    tensors: gives others than those of a quantized base.
+    """
     is_quantized = isinstance(base, QuantizedExperts)
 
     def matrices_GOI(group: AnyGroup) -> torch.Tensor:
         if is_quantized:
-            stored = base.dequantize(group.matrices(base.shape))
+            gathered = (tensors or base.tensors)()
+            stored = base.decode_tensors(group.matrices(base.shape), dtype, gathered)
         else:
             stored = base[group.where].to(dtype)
         return stored.mT if transposed else stored
@@ -271,12 +290,18 @@ def _products(base: Any, dtype: torch.dtype, transposed: bool) -> _Products:
         expert = group.experts[0]
         if is_quantized:
             # May be fused with decoding, or in parts that stay in a CPU's cache.
-            one: FrozenProduct = base.frozen_product(base.expert(expert))
+            one: FrozenProduct = base.frozen_product(base.expert(expert), tensors=tensors)
             return one
         weight = base[expert].T if transposed else base[expert]
         return plain_product(weight, None, dtype)
 
     return product
+
+
+def _rounded_products(base: Any, experts: Sequence[int], update: ExpertsUpdate) -> _Products:
+    """The same for a quantized base, of which some experts are rounded with their updates now."""
+    rounded = round_experts(base, experts, update, base.tensors())
+    return _products(base, base.compute_dtype, base.transposed, lambda: rounded)
 
 
 def _group_choices(
@@ -356,11 +381,12 @@ class _RoutedProduct(torch.autograd.Function):
         else:
             # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
             y = x.new_zeros(size, dtype=torch.float32)
+        product = call.products()
         for group in call.groups:
             x_CI = call.rows(x, group)
-            (y_CO,) = call.product(group).multiply(x_CI)
+            (y_CO,) = product(group).multiply(x_CI)
             # `multiply` returns new tensors, so what follows may write to y_CO.
-            if lora_A_ERI is not None:
+            if lora_A_ERI is not None and not call.has_update:
                 low_CR = group.multiply(x_CI, lora_A_ERI[group.where].mT)
                 group.add_product(y_CO, low_CR, lora_B_EOR[group.where].mT)
             if bias_EO is not None:
@@ -389,14 +415,16 @@ class _RoutedProduct(torch.autograd.Function):
             torch.zeros_like(tensor) if needed else None
             for tensor, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True)
         ]
+        product = call.products()
         for group in call.groups:
-            _add_gradients(call, group, grads[0], inputs, gradients)
+            _add_gradients(call, group, product(group), grads[0], inputs, gradients)
         return None, None, *gradients
 
 
 def _add_gradients(
     call: _Call,
     group: AnyGroup,
+    product: FrozenProduct | _GroupProduct,
     grad_y: torch.Tensor,
     inputs: tuple[Any, ...],
     gradients: list[Any],
@@ -412,10 +440,11 @@ def _add_gradients(
     else:
         grad_CO = grad_y[group.take(call.tokens_N)].to(x.dtype)
     # z of the formulas above
-    grad_x_CI = call.product(group).multiply_grad(grad_CO)
+    grad_x_CI = product.multiply_grad(grad_CO)
     if lora_A_ERI is not None:
         grad_low_CR = group.multiply(grad_CO, lora_B_EOR[where])
-        group.add_product(grad_x_CI, grad_low_CR, lora_A_ERI[where])
+        if not call.has_update:
+            group.add_product(grad_x_CI, grad_low_CR, lora_A_ERI[where])
     share_C1 = None
     if shares_N is not None:
         share_C1 = group.take(shares_N)[:, None]
@@ -438,13 +467,7 @@ def _add_gradients(
         factors = (x_CI, grad_CO) if call.transposed else (grad_CO, x_CI)
         grad_W[where] = group.outer(*factors).to(grad_W.dtype)
     if grad_b_EO is not None:
-        # A sum over the rows as a product with a column of ones, or of shares.
-        if share_C1 is None:
-            ones_C1 = grad_CO.new_ones(len(grad_CO), 1)
-        else:
-            ones_C1 = share_C1.to(grad_CO.dtype)
-        grad_G1O = group.outer(ones_C1, grad_CO)
-        grad_b_EO[where] = grad_G1O[:, 0].to(grad_b_EO.dtype)
+        grad_b_EO[where] = _bias_gradient(group, grad_CO, share_C1).to(grad_b_EO.dtype)
     if grad_x is None:
         return
     grad_x_CI = group.without_padding(grad_x_CI)
@@ -453,3 +476,13 @@ def _add_gradients(
         group.add_rows(grad_x, call.tokens_N[rows], grad_x_CI)
     else:
         grad_x[rows] = grad_x_CI
+
+
+def _bias_gradient(
+    group: AnyGroup, grad_CO: torch.Tensor, share_C1: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of the biases of a group's experts, [G, O]."""
+    # A sum over the rows as a product with a column of ones, or of shares.
+    if share_C1 is None:
+        share_C1 = grad_CO.new_ones(len(grad_CO), 1)
+    return group.outer(share_C1.to(grad_CO.dtype), grad_CO)[:, 0]
