@@ -93,6 +93,11 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     yield from _init_errors(c)
     yield from _merge_aware_errors(c)
+    if not c.lora_target_modules and not c.lora_target_parameters:
+        yield (
+            "--lora_target_modules none leaves linear layers without adapters, so "
+            "--lora_target_parameters must name weights of experts."
+        )
     yield from _target_errors(c.lora_target_modules)
     yield from _tower_errors(c)
     yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")

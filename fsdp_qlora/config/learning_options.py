@@ -129,7 +129,7 @@ class LearningOptions:
     """Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the
     model), layer names such as q_proj,v_proj, or one regular expression for whole paths such as
     .*layers.1\\d.*_proj (without commas). These are of the decoder; vision and projector, beside
-    them or alone, add the layers that compute images.
+    them or alone, add the layers that compute images. With none, experts alone have an adapter.
     """
     lora_target_parameters: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such

@@ -98,7 +98,7 @@ class TrainOptions(TypedDict, total=False):
     lora_dropout: float
     "Dropout on the adapter's input; try 0.05 to 0.1 when the model overfits a small dataset."
     lora_target_modules: str | PathLike[str] | Sequence[Any]
-    "Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the model), layer names such as q_proj,v_proj, or one regular expression for whole paths such as .*layers.1\\d.*_proj (without commas). These are of the decoder; vision and projector, beside them or alone, add the layers that compute images."
+    "Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the model), layer names such as q_proj,v_proj, or one regular expression for whole paths such as .*layers.1\\d.*_proj (without commas). These are of the decoder; vision and projector, beside them or alone, add the layers that compute images. With none, experts alone have an adapter."
     lora_target_parameters: str | PathLike[str] | Sequence[Any]
     "Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."
     modules_to_save: str | PathLike[str] | Sequence[Any]

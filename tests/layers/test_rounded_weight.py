@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.model.quantizers import rounded_weight
+from fsdp_qlora.model.quantizers.e2m1 import Nvfp4Weight
+from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
+from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate, round_experts
 from fsdp_qlora.model.quantizers.rounded_weight import Update
 from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
@@ -38,3 +42,71 @@ def test_fp8_zeros_whose_scale_is_zero_can_stay_and_grow(options: dict[str, Any]
     expected = before + lora_B @ lora_A
     # Half the distance of two codes, and of the smallest ones.
     torch.testing.assert_close(changed, expected, rtol=2**-4, atol=2**-7)
+
+
+NF4 = {"quant_type": "nf4", "double_quant": True}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("mxfp4", {}),
+    "nvfp4 of two parts": ("nvfp4", {"num_parts": 2}),
+    "fp8 rows": ("fp8", {}),
+    "fp8 short blocks": ("fp8", {"block": (40, 48)}),
+    "fp8 of two parts": ("fp8", {"num_parts": 2}),
+    "nf4": ("bnb_4bit", NF4 | {"double_quant": False}),
+    "nf4 that shares absmax": ("bnb_4bit", NF4),
+}
+
+
+def random_bytes(layer: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Codes and statistics of a layer, as they are in files."""
+
+    def positive(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) + 0.5
+
+    found = {}
+    for name in ("weight", *layer.statistics):
+        form = layer.stored_forms()["" if name == "weight" else f".{name}"]
+        if name == "weight" and isinstance(layer, Fp8Weight):
+            values = (positive(*form.shape) - 1).to(torch.float8_e4m3fn)
+        elif form.dtype == torch.float32:
+            values = positive(*form.shape)
+        elif isinstance(layer, Nvfp4Weight) and name == "scale":
+            values = positive(*form.shape).to(torch.float8_e4m3fn)
+        else:
+            values = torch.randint(119, 123, form.shape, generator=generator).to(torch.uint8)
+        found[name] = values.view(torch.uint8)
+    return found
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_each_expert_is_rounded_as_a_layer_of_its_own(case: str, monkeypatch):
+    (name, options) = EXPERTS[case]
+    classes: Any = QUANTIZERS[name]
+    options = options | {"compute_dtype": torch.float32}
+    parameter = nn.Parameter(torch.empty(4, 80, 96, device="meta"))
+    experts = classes.experts(parameter, transposed=False, **options).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    stored = random_bytes(experts, generator)
+    for part, values in stored.items():
+        write_bytes(getattr(experts, part), values)
+    left = torch.randn(4, 80, 2, generator=generator)
+    update = ExpertsUpdate(left, torch.randn(4, 2, 96, generator=generator), 0.5)
+
+    def decoded(layer: Any, tensors: Any) -> torch.Tensor:
+        values: torch.Tensor = layer.decode_tensors(layer.whole, torch.float32, tensors)
+        return values
+
+    whole = decoded(experts, round_experts(experts, range(4), update, experts.tensors()))
+    assert not torch.equal(whole, decoded(experts, experts.tensors()))
+    # Few weights at a time, and some of the experts.
+    monkeypatch.setattr(rounded_weight, "_PIECE", {"cpu": 96 * 30})
+    some = decoded(experts, round_experts(experts, [3, 1], update, experts.tensors()))
+    for expert in (1, 3):
+        assert torch.equal(some[expert], whole[expert])
+        if case == "nf4 that shares absmax":
+            continue
+        linear = nn.Linear(96, 80, bias=False, device="meta")
+        alone = classes.linear(linear, **options).to_empty(device="cpu")
+        for part, values in stored.items():
+            write_bytes(getattr(alone, part), values.flatten().chunk(4)[expert])
+        again = alone.rounded(update.of(expert), alone.tensors())
+        assert torch.equal(decoded(alone, again), whole[expert])

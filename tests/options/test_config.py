@@ -268,7 +268,7 @@ BAD_WORDS = {
     "--wd nan": "--wd must be a finite number, 0 or more",
     "--recompute -1": "--recompute must be 0 or more if it is a number",
     "--lora_dropout 1": "--lora_dropout must be 0 or more and below 1",
-    "--lora_target_modules none": "--lora_target_modules must be given",
+    "--lora_target_modules none": "--lora_target_parameters must name weights of experts",
     "--lora_target_modules all q_proj": "all cannot be combined",
     "--train_type full --lora_rank 8": "leave out --lora_rank",
     "--train_type lora --quant_type fp4": (
