@@ -19,7 +19,7 @@ from fsdp_qlora.export.changes import LowRankUpdate
 from fsdp_qlora.export.merge import Merge, MergedModel, quantized_model, spans
 from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate, round_experts
-from fsdp_qlora.model.quantizers.rounded_weight import Update
+from fsdp_qlora.model.quantizers.rounded_weight import Update, rounded_plain
 from fsdp_qlora.sharding.loading.load_weights import (
     load_quantized,
     match_tensors,
@@ -65,7 +65,8 @@ class ModelAsTrained(MergedModel):
         for name in self._order():
             if name not in self.changes.layers:
                 continue
-            for tensor, start, content in self._rounded(name, forms):
+            rounded = self._rounded if name in self.layers else self._rounded_plain
+            for tensor, start, content in rounded(name, forms):
                 done.add(tensor)
                 yield tensor, start, content
         for name in forms.keys() - done:
@@ -77,13 +78,11 @@ class ModelAsTrained(MergedModel):
         self, name: str, forms: Mapping[str, TensorForm]
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """The pieces of a weight's codes and statistics, as bytes of the tensors in the files."""
-        change = self.changes.update(name)
-        assert isinstance(change, LowRankUpdate)
         # Memory for one weight at a time.
         layer = self.layers[name]
         layer.to_empty(device=self.device)
         load_quantized(name, layer, self.kept, self.mesh, self.device)
-        layer.store(_round(layer, change, self.device))
+        layer.store(_round(layer, self._change(name), self.device))
         for suffix, form in layer.stored_forms().items():
             content = layer.stored_bytes(suffix)[: form.num_bytes].cpu()
             done = 0
@@ -99,6 +98,27 @@ class ModelAsTrained(MergedModel):
                 yield stored, start, piece
         layer.to("meta")
 
+    def _rounded_plain(
+        self, name: str, forms: Mapping[str, TensorForm]
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """The same of a weight that is not quantized in the files."""
+        files = self.kept.files
+        source = self.kept.sources[name]
+        shape = files.shape(source)
+        weight = files.read_rows(source, 0, shape[0]).to(self.device)
+        update = _update_of(self._change(name), self.device)
+        rounded = rounded_plain(weight, update, weight.dtype).cpu().flatten()
+        done = 0
+        for tensor, start, stop in files.parts(source):
+            piece = rounded[done : done + stop - start]
+            done += stop - start
+            yield self.stored_names[tensor], start * piece.itemsize, piece.view(torch.uint8)
+
+    def _change(self, name: str) -> LowRankUpdate:
+        change = self.changes.update(name)
+        assert isinstance(change, LowRankUpdate)
+        return change
+
     def warn(self, folder: Path) -> None:
         log.info("Rounded as in training: the weights are those that the run evaluated.")
 
@@ -106,14 +126,19 @@ class ModelAsTrained(MergedModel):
 @torch.no_grad()
 def _round(layer: Any, change: LowRankUpdate, device: torch.device) -> Any:
     """The tensors of a layer after rounding it with its update, as in training."""
-    left = change.left.to(device)
-    right = change.right.to(device)
     if not isinstance(layer, QuantizedExperts):
-        return layer.rounded(Update(right[0], left[0], change.scaling), layer.tensors())
-    update = ExpertsUpdate(left, right, change.scaling)
+        return layer.rounded(_update_of(change, device), layer.tensors())
+    update = ExpertsUpdate(change.left.to(device), change.right.to(device), change.scaling)
     if layer.is_swapped:
         update = update.transposed()
     return round_experts(layer, range(layer.shape[0]), update, layer.tensors())
+
+
+def _update_of(change: LowRankUpdate, device: torch.device) -> Update:
+    """The update of a linear layer's weight."""
+    [lora_B] = change.left.to(device)
+    [lora_A] = change.right.to(device)
+    return Update(lora_A, lora_B, change.scaling)
 
 
 def as_trained(merge: Merge, mesh: DeviceMesh, device: torch.device) -> ModelAsTrained:

@@ -251,6 +251,11 @@ def _select_targets(
             "lora_target_modules: layers that compute images can have plain LoRA, not an adapter "
             f"of kind {train_type.adapter}. Leave them out, or choose a --train_type with LoRA."
         )
+    if lora.merge_aware and not {*targets} <= {*linears}:
+        raise UserError(
+            "lora_target_modules: merge_aware is for layers of the decoder blocks, and layers that "
+            "compute images are among these. Leave them out."
+        )
     check_patterns("rank_pattern", lora.rank_pattern, targets)
     check_patterns("alpha_pattern", lora.alpha_pattern, targets)
     check_fits_peft(train_type.adapter, targets, lora, config)

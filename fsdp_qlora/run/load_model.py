@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.config.options import TrainConfig
@@ -13,8 +14,13 @@ from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.export.card import BaseName
 from fsdp_qlora.export.save_results import ResultForm
-from fsdp_qlora.model.adapters.first_values import initialize_adapters, set_magnitudes
+from fsdp_qlora.model.adapters.first_values import (
+    adapted_weights,
+    initialize_adapters,
+    set_magnitudes,
+)
 from fsdp_qlora.model.adapters.insert import fill_start
+from fsdp_qlora.model.adapters.merge_aware import MergeAwareLinear, round_as_stored
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.adapters.token_rows import start_token_rows, with_token_rows
 from fsdp_qlora.model.architecture.fused import describe_fused
@@ -69,7 +75,12 @@ def open_weights(plan: ModelPlan) -> Weights:
     # Rows of new tokens are in no file: such a weight has more rows than its tensor.
     files = WeightFiles(plan.folder, plan.stored, packed=plan.packed)
     grown = [f"{path}.weight" for path in with_token_rows(plan.meta.model)]
-    return match_tensors(plan.meta.model, files, packed=plan.packed is not None, grown=grown)
+    model = plan.meta.model
+    weights = match_tensors(model, files, packed=plan.packed is not None, grown=grown)
+    for name, layer in adapted_weights(model).items():
+        if isinstance(layer, MergeAwareLinear) and isinstance(layer.base_layer, nn.Linear):
+            round_as_stored(layer, name, files.dtype(weights.sources[name]))
+    return weights
 
 
 def load_model(

@@ -194,9 +194,6 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
     """Freeze the model and add an adapter (fp32, meta device) to each target layer."""
     model.requires_grad_(False)
     if options.merge_aware:
-        targets = [*targets]
-        linears = {path: model.get_submodule(path) for path in targets}
-        _check_rounded(linears, "--lora_target_modules")
         kind = "merge_aware"
     for path in targets:
         wrapped = ADAPTERS[kind](
@@ -211,15 +208,15 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
             module.with_adapters = lean_mlp
 
 
-def _check_rounded(layers: Mapping[str, nn.Module | nn.Parameter], option: str) -> None:
-    """Refuse weights with an adapter, path -> layer, that cannot be rounded."""
-    plain = [path for path, layer in layers.items() if not isinstance(layer, RoundedWeight)]
+def _check_rounded(experts: Mapping[str, nn.Module | nn.Parameter]) -> None:
+    """Refuse weights of experts, path -> weight, that are not quantized in the base's files."""
+    plain = [path for path, layer in experts.items() if not isinstance(layer, RoundedWeight)]
     if plain:
         leaves = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in plain}))
         raise UserError(
             f"merge_aware rounds each weight with an adapter to the base's format, in which "
-            f"{plain[0]} is not ({leaves}; {len(plain)} layers). Name the quantized layers alone "
-            f"in {option}."
+            f"{plain[0]} is not ({leaves}; {len(plain)} layers). Name the quantized experts alone "
+            "in --lora_target_parameters."
         )
 
 
@@ -233,7 +230,7 @@ def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraO
         kept[path] = getattr(model.get_submodule(module), name)
     adapted = LoraExperts
     if options.merge_aware:
-        _check_rounded(kept, "--lora_target_parameters")
+        _check_rounded(kept)
         adapted = MergeAwareExperts
     for module, names in modules.items():
         experts = model.get_submodule(module)

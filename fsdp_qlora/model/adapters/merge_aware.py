@@ -1,7 +1,8 @@
 """LoRA that is trained as it will be merged: y = x Wq^T + b with Wq = round(W + s B A).
 
-The base's weight W is quantized, and Wq is in its format (quantizers/rounded_weight.py). Gradients
-pass straight through the rounding, as if Wq were W + s B A. With G, the gradient of y as [N, out]:
+Wq is in the format of W in the base's files: a quantized one (quantizers/rounded_weight.py), or 16
+or 32 bits where a quantized model has left the layer out. Gradients pass straight through the
+rounding, as if Wq were W + s B A. With G, the gradient of y as [N, out]:
     A: s (G B)^T x.
     B: s G^T (x A^T).
     x: G Wq.
@@ -27,11 +28,11 @@ from fsdp_qlora.model.adapters.lora import (
     as_before,
     low_rank_grads,
 )
-from fsdp_qlora.model.quantizers.base import QuantizedLinear
-from fsdp_qlora.model.quantizers.products import FrozenProduct
+from fsdp_qlora.model.quantizers.products import FrozenProduct, computing_dtype, plain_product
 from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate
-from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update, rounded_plain
 from fsdp_qlora.model.quantizers.routed import AdaptedExperts
+from fsdp_qlora.utils.errors import UserError
 
 
 class RoundedLinear(NamedTuple):
@@ -58,6 +59,28 @@ class RoundedLinear(NamedTuple):
         return self.layer.rounded(self.update, self.tensors)
 
 
+class RoundedPlain(NamedTuple):
+    """The same of a layer that is not quantized.
+
+    stored_dtype: of its weight in the base's files.
+    """
+
+    layer: Any
+    weight: torch.Tensor
+    stored_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    update: Update
+
+    @property
+    def scaling(self) -> float:
+        return self.update.scaling
+
+    def product(self) -> FrozenProduct:
+        """The products with Wq, which is rounded now."""
+        rounded = rounded_plain(self.weight, self.update, self.stored_dtype)
+        return plain_product(rounded, self.layer.bias, self.compute_dtype)
+
+
 class _RoundedProduct(torch.autograd.Function):
     """y, and the backward pass of x, A and B."""
 
@@ -67,7 +90,7 @@ class _RoundedProduct(torch.autograd.Function):
         x: torch.Tensor,
         lora_A: torch.Tensor,
         lora_B: torch.Tensor,
-        rounded: RoundedLinear,
+        rounded: RoundedLinear | RoundedPlain,
         kept: KeptInput,
     ) -> torch.Tensor:
         # Weights are attributes for the reason given in lora.py.
@@ -92,18 +115,28 @@ class _RoundedProduct(torch.autograd.Function):
 
 
 class MergeAwareAdapter(LoraAdapter):
-    """LoRA's two matrices, added to the weight of a quantized base layer and rounded with it."""
+    """LoRA's two matrices, added to the weight of a base layer and rounded with it.
+
+    stored_dtype: of a weight that is not quantized, in the base's files.
+    """
 
     in_fp32 = True
+    stored_dtype = torch.bfloat16
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
         """Compute x Wq^T + b, [.., out] in the base's dtype."""
-        assert isinstance(base_layer, QuantizedLinear) and isinstance(base_layer, RoundedWeight)
         lora_A = self.lora_A.weight
         lora_B = self.lora_B.weight
         update = Update(lora_A.detach(), lora_B.detach(), self.scaling)
-        rounded = RoundedLinear(base_layer, base_layer.tensors(), update)
-        x = x.to(base_layer.compute_dtype)
+        rounded: RoundedLinear | RoundedPlain
+        if isinstance(base_layer, RoundedWeight):
+            rounded = RoundedLinear(base_layer, base_layer.tensors(), update)
+            x = x.to(base_layer.compute_dtype)
+        else:
+            assert isinstance(base_layer, nn.Linear)
+            x = x.to(computing_dtype(x))
+            weight = base_layer.weight
+            rounded = RoundedPlain(base_layer, weight, self.stored_dtype, x.dtype, update)
         if not torch.is_grad_enabled():
             (y,) = rounded.product().multiply(x.flatten(0, -2))
             return as_before(y, x)
@@ -116,14 +149,14 @@ class MergeAwareAdapter(LoraAdapter):
 
 
 class MergeAwareLinear(LoraLinear):
-    """A quantized base layer whose weight is rounded with the update of its adapter."""
+    """A base layer whose weight is rounded with the update of its adapter."""
 
     adapter = MergeAwareAdapter
 
     def __init__(self, base_layer: nn.Module, **options: Any) -> None:
         super().__init__(base_layer, **options)
-        assert isinstance(base_layer, RoundedWeight)
-        base_layer.is_rounded_again = True
+        if isinstance(base_layer, RoundedWeight):
+            base_layer.is_rounded_again = True
 
 
 class MergeAwareExpertsLora(ExpertsLora):
@@ -152,3 +185,25 @@ class MergeAwareExperts(LoraExperts):
         if self.swaps != base.transposed:
             update = update.transposed()
         return adapted._replace(update=update)
+
+
+def round_as_stored(layer: MergeAwareLinear, name: str, stored_dtype: torch.dtype) -> None:
+    """Have a layer that is not quantized round to the dtype of its weight `name` in the files.
+
+    Raises:
+        UserError: the run does not keep all bits of the weight.
+    """
+    weight = layer.base_layer.weight
+    assert isinstance(weight, torch.Tensor)
+    kept_dtype = weight.dtype
+    if torch.promote_types(stored_dtype, kept_dtype) != kept_dtype:
+        stored, kept = (str(dtype).removeprefix("torch.") for dtype in (stored_dtype, kept_dtype))
+        raise UserError(
+            f"merge_aware: {name} is {stored} in the base's files, and this run keeps it in "
+            f"{kept}, so it cannot be rounded as merge does. Give --precision fp32 or one with "
+            f"{stored}, or name the quantized layers alone in --lora_target_modules."
+        )
+    for adapter in (layer.lora, layer.start):
+        if adapter is not None:
+            assert isinstance(adapter, MergeAwareAdapter)
+            adapter.stored_dtype = stored_dtype

@@ -100,8 +100,7 @@ class RoundedWeight(QuantizedWeight):
         """A matrix in pieces of whole rows, each with its first row."""
         num_rows, num_columns = matrix.shape
         aligned = math.lcm(num_columns, self.rounded_together) // num_columns
-        most = _PIECE["cpu" if device.type == "cpu" else "cuda"]
-        step = max(1, most // (num_columns * aligned)) * aligned
+        step = _rows_at_a_time(num_columns, aligned, device)
         # No piece is in two parts that have a scale each.
         part_rows = min(num_rows, self.part_weights // num_columns)
         for begin in range(0, num_rows, part_rows):
@@ -109,3 +108,19 @@ class RoundedWeight(QuantizedWeight):
             for start in range(begin, end, step):
                 count = min(step, end - start)
                 yield start, Matrix((count, num_columns), matrix.first + start * num_columns)
+
+
+@torch.no_grad()
+def rounded_plain(weight: torch.Tensor, update: Update, dtype: torch.dtype) -> torch.Tensor:
+    """W + s B A in `dtype`, for a weight W [out, in] that files have in it and is not quantized."""
+    step = _rows_at_a_time(weight.shape[1], 1, weight.device)
+    parts = []
+    for number, rows in enumerate(weight.split(step)):
+        parts.append(update.added_to(rows.float(), number * step).to(dtype))
+    return torch.cat(parts)
+
+
+def _rows_at_a_time(num_columns: int, aligned: int, device: torch.device) -> int:
+    """The number of rows in a piece, a multiple of `aligned`."""
+    most = _PIECE["cpu" if device.type == "cpu" else "cuda"]
+    return max(1, most // (num_columns * aligned)) * aligned
