@@ -372,7 +372,7 @@ def open_source(
         control=trainer.control,
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
-        next_check=0 if config.rollout_url else None,
+        next_check=1 if config.rollout_url else None,
         teacher=teacher,
     )
 
