@@ -273,9 +273,9 @@ class LearningOptions:
     """Optimizer steps on the same completions."""
     rollout_url: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Server that completes the prompts, such as http://host:8000: vLLM, or another with OpenAI's
-    completions API that loads LoRA adapters at run time. The difference between its probabilities
-    and the trainer's is corrected (truncated importance sampling). By default the model in training
-    generates them itself.
+    completions API that loads LoRA adapters at run time. Prompts with images need vLLM with
+    --enable-scale-out. The difference between its probabilities and the trainer's is corrected
+    (truncated importance sampling). By default the model in training generates them itself.
     """
     rollout_ahead: bool = False
     """Have rollout_url's server complete the prompts of the next step while a step trains. Steps

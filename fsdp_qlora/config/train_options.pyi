@@ -164,7 +164,7 @@ class TrainOptions(TypedDict, total=False):
     num_iterations: int
     "Optimizer steps on the same completions."
     rollout_url: str | PathLike[str] | None
-    "Server that completes the prompts, such as http://host:8000: vLLM, or another with OpenAI's completions API that loads LoRA adapters at run time. The difference between its probabilities and the trainer's is corrected (truncated importance sampling). By default the model in training generates them itself."
+    "Server that completes the prompts, such as http://host:8000: vLLM, or another with OpenAI's completions API that loads LoRA adapters at run time. Prompts with images need vLLM with --enable-scale-out. The difference between its probabilities and the trainer's is corrected (truncated importance sampling). By default the model in training generates them itself."
     rollout_ahead: bool
     "Have rollout_url's server complete the prompts of the next step while a step trains. Steps then learn from completions of weights that are one step older (num_iterations steps, if that is above 1); the correction for a server covers it."
     on_reward_error: Literal['stop', 'zero']

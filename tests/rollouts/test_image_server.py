@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +23,10 @@ from fsdp_qlora.training.rl.server_requests import ImageSender
 from fsdp_qlora.utils.errors import RankError, RolloutError
 from tests.chaos.harness import Job, adapter, ended, finish, wait_for
 from tests.chaos.harness import run as run_job
+from tests.parity import test_multimodal
 from tests.parity.test_image_rows import FAMILIES, make_family
 from tests.parity.test_images import picture, png
+from tests.rollouts import image_runs
 from tests.rollouts.image_runs import make_folder, numbers, options_of, plain_steps
 from tests.rollouts.image_server import ImageServer, shown
 from tests.rollouts.lora_server import LoraServer
@@ -260,10 +263,10 @@ def served(folder: Path, found: ServerProcess, output: Path, **changes: Any) -> 
 @pytest.mark.parametrize(
     ("family", "ranks", "batch_size"),
     [
-        ("qwen3_vl", 1, 8),
         ("qwen3_vl", 2, 2),
-        # Tokens around an image are written by the processor, too.
-        ("gemma3", 2, 2),
+        pytest.param("qwen3_vl", 1, 8, marks=pytest.mark.slow),
+        # Its processor also writes tokens around an image.
+        pytest.param("gemma3", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_grpo_with_a_servers_answers_to_images_trains_as_a_plain_loop(
@@ -294,6 +297,7 @@ def test_a_servers_answers_to_images_in_16_bits_train_near_the_plain_loop(
     assert norms == pytest.approx(expected[1], rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_images_ahead_gives_the_same_bytes(folders, image_servers, tmp_path):
     changes = {"batch_size": 2, "gradient_accumulation_steps": 2, "rollout_ahead": True}
     changes |= {"num_epochs": 2, "max_steps": 6}
@@ -320,3 +324,34 @@ def test_a_killed_run_with_images_ahead_gives_the_same_bytes(folders, image_serv
         tmp_path / "whole" / "rollouts.jsonl"
     ).read_bytes()
     assert adapter(out) == adapter(tmp_path / "whole")
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    "FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md"
+)
+def test_vllm_answers_prompts_with_images_as_the_trainer_does(tmp_path, monkeypatch):
+    # Sizes that vLLM's attention takes on a CPU, and what published models say.
+    monkeypatch.setitem(test_multimodal.TEXT, "head_dim", 32)
+    monkeypatch.setitem(test_multimodal.TEXT, "max_position_embeddings", 512)
+    monkeypatch.setitem(test_multimodal.ROPE, "mrope_section", [6, 5, 5])
+    monkeypatch.setitem(test_multimodal.ROPE, "mrope_interleaved", True)
+    # Not resized, in which processors with and without torchvision differ.
+    sizes = [(28, 56), (56, 28), (56, 56), (28, 28)]
+    pictures = [picture(*size, seed=number) for number, size in enumerate(sizes)]
+    monkeypatch.setattr(image_runs, "_pictures", lambda: pictures)
+    (tmp_path / "model").mkdir()
+    folder = make_folder(tmp_path / "model", "qwen3_vl")
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    words = f"-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny"
+    words += " --enable-lora --enable-scale-out --dtype float32 --enforce-eager --port {port}"
+    command = [os.environ["FSDP_QLORA_VLLM"], *words.split()]
+    found = ServerProcess(*command, log=tmp_path / "vllm.log", **environment)
+    split = {"batch_size": 2, "gradient_accumulation_steps": 2}
+    try:
+        wait_for(found.answers)
+        finish(served(folder, found, tmp_path / "out", **split), tmp_path / "logs")
+    finally:
+        found.kill()
+    assert farthest(rollouts_of(tmp_path / "out")) < 1e-4
+    check_as_plain(tmp_path / "out", plain_steps(folder, "qwen3_vl", tmp_path / "out"))
