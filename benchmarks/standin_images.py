@@ -4,9 +4,9 @@
 
 A case builds a published vision-language model from transformers' own configuration, with few
 decoder blocks, as train.py does. It reads no weights, and does three steps of AdamW in bf16 with
-adapters on decoder, encoder and projector. Values of numbers that are no floats are computed
-(stand_in/values), since models count the tokens of their images. Convolutions are torch's own,
-since the stand-in has no cuDNN.
+adapters on decoder, encoder and projector, on texts or on pairs with DPO. Values of numbers that
+are no floats are computed (stand_in/values), since models count the tokens of their images.
+Convolutions are torch's own, since the stand-in has no cuDNN.
 """
 
 import argparse
@@ -56,13 +56,16 @@ FAMILIES = {
 }
 
 
-def name_of(family: str, recompute: str, images: int) -> str:
+def name_of(family: str, recompute: str, images: int, objective: str) -> str:
     """The name of a case."""
-    return f"{family}, {images} {'image' if images == 1 else 'images'}, recompute {recompute}"
+    shown = f"{images} {'image' if images == 1 else 'images'}"
+    of_pairs = "" if objective == "sft" else f", {objective}"
+    return f"{family}, {shown}, recompute {recompute}{of_pairs}"
 
 
 CASES = {
-    name_of(family, recompute, images): (family, recompute, images)
+    name_of(family, recompute, images, objective): (family, recompute, images, objective)
+    for objective in ("sft", "dpo")
     for family in FAMILIES
     for images in (1, 4)
     for recompute in ("all", "none")
@@ -145,8 +148,8 @@ def model_of(family: str) -> Any:
     return config
 
 
-def rows_of(family: str, images: int, image_token: int) -> Any:
-    """Two rows with images, as a run has them, of which text is learned."""
+def rows_of(family: str, images: int, image_token: int, *, are_pairs: bool) -> Any:
+    """Two rows with images, as a run has them, of which text is learned: texts or pairs."""
     import numpy as np
 
     from fsdp_qlora.data.batches.row_images import RowImages
@@ -156,15 +159,17 @@ def rows_of(family: str, images: int, image_token: int) -> Any:
     row = FAMILIES[family]
     shown = [7, *[image_token] * row.num_tokens, 7]
     text = [7] * 250
-    ids = np.tile(np.array(shown * images + text, np.int32), ROWS)
-    length = len(ids) // ROWS
+    document = np.array(shown * images + text, np.int32)
+    documents = 2 if are_pairs else 1
+    length = documents * len(document)
     processor: Any = HandMade(row, image_token)
     values = images * sum(value.numel() for value in processor.example.values())
     table = TokenizedRows(
-        ids,
-        np.tile(np.arange(length) >= length - 200, ROWS),
+        np.tile(document, ROWS * documents),
+        np.tile(np.arange(len(document)) >= len(document) - 200, ROWS * documents),
         np.arange(ROWS + 1) * length,
         np.arange(ROWS),
+        np.full(ROWS, len(document)) if are_pairs else np.zeros(0, np.int64),
         images=RowImages(
             np.zeros((ROWS * images, 16), np.uint8), np.array([[images, values]] * ROWS)
         ),
@@ -172,7 +177,7 @@ def rows_of(family: str, images: int, image_token: int) -> Any:
     return RunData(table, np.arange(ROWS), image_processor=processor)
 
 
-def build(family: str, recompute: Any, images: int) -> tuple[Any, Any, Any]:
+def build(family: str, recompute: Any, images: int, objective: str) -> tuple[Any, Any, Any]:
     """The trainer of rank 0 of two, the placed model, and the rows."""
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.batches.schedule import RowsInMemory
@@ -188,8 +193,9 @@ def build(family: str, recompute: Any, images: int) -> tuple[Any, Any, Any]:
     os.environ.update(local)
     model_config = model_of(family)
     image_token = getattr(model_config, "image_token_id", None) or model_config.image_token_index
-    data = rows_of(family, images, image_token)
+    data = rows_of(family, images, image_token, are_pairs=objective != "sft")
     config = TrainConfig(
+        objective=objective,
         precision="bf16",
         batch_size=1,
         quant_cache="off",
@@ -234,7 +240,7 @@ def shard(placed: Any, ranks: Any) -> None:
     materialize(parts, ranks.device)
 
 
-def measure(family: str, recompute: str, images: int) -> dict[str, int]:
+def measure(family: str, recompute: str, images: int, objective: str) -> dict[str, int]:
     """Bytes of one case, and what is planned for it; runs on the stand-in."""
     import torch
 
@@ -243,7 +249,7 @@ def measure(family: str, recompute: str, images: int) -> dict[str, int]:
 
     torch.backends.cudnn.enabled = False
     with compute_integers():
-        trainer, placed, rows = build(family, recompute, images)
+        trainer, placed, rows = build(family, recompute, images, objective)
         trainer.try_longest(longest_of_table(rows, trainer.collator))
         for step in range(3):
             trainer.train_step(StepRows(step, *rows))

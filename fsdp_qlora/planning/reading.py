@@ -134,10 +134,25 @@ def read_planned_rows(
         longest=most_positions(plan.config),
         needed=None if data_size is None else needed_of(config, decisions, data_size),
     )
+    _check_served(config, plan)
     _check_images(config, plan, data)
     if plan.documents is None or (data.have_images and plan.pads_images):
         warn_of_padded_rope(plan, data)
     return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def _check_served(config: TrainConfig, plan: ModelPlan) -> None:
+    """Make sure that a server computes images as the run does.
+
+    Raises:
+        UserError: --adapter has adapters for images, and a server is to answer prompts.
+    """
+    if config.rollout_url and plan.meta.parts.tower_adapters:
+        raise UserError(
+            f"--rollout_url: --adapter {config.adapter} has adapters for images, "
+            "which a server may leave out. Leave out --rollout_url, so that the model in training "
+            "answers prompts."
+        )
 
 
 def _check_images(config: TrainConfig, plan: ModelPlan, data: RunData) -> None:

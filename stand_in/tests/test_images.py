@@ -81,7 +81,6 @@ def run_beside(folder: Path, tmp_path: Path, options: dict[str, Any]) -> Beside:
 )
 def test_numbers_of_images_are_those_of_the_cpu(family, targets, recompute, folders, tmp_path):
     folder = folders(family)
-
     options = {
         "dataset": folder / "rows.jsonl",
         "lora_target_modules": targets,
@@ -95,18 +94,28 @@ def test_numbers_of_images_are_those_of_the_cpu(family, targets, recompute, fold
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "targets"),
     [
-        pytest.param("qwen3_vl", marks=pytest.mark.slow),
-        pytest.param("gemma3", marks=pytest.mark.nightly),
+        pytest.param("qwen3_vl", "all,vision,projector", marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (("qwen3_vl", "all"), ("gemma3", "all"), ("gemma3", "all,vision"))
+        ),
     ],
 )
-def test_numbers_of_pairs_with_images_are_those_of_the_cpu(family, folders, tmp_path):
+def test_numbers_of_pairs_with_images_are_those_of_the_cpu(family, targets, folders, tmp_path):
     folder = folders(family)
-    options = {"objective": "dpo", "dataset": folder / "pairs.jsonl", "recompute": "all"}
+    options = {
+        "objective": "dpo",
+        "dataset": folder / "pairs.jsonl",
+        "lora_target_modules": targets,
+        "recompute": "all",
+    }
     beside = run_beside(folder, tmp_path, options)
-    print(f"| {family}, dpo | {beside.differences} |")
+    print(f"| {family}, {targets}, dpo | {beside.differences} |")
     assert all(map(operator.le, beside.differences, HALVES._replace(loss=1e-2)))
+    trained = weights_in(tmp_path / "device/output")
+    assert any("vision" in name or "visual" in name for name in trained) == ("vision" in targets)
 
 
 @pytest.mark.parametrize(

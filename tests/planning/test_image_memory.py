@@ -68,3 +68,27 @@ def test_images_are_planned_to_keep_what_they_keep(family, recompute, tmp_path: 
     # Hooks do not see what a checkpoint has besides the states, such as rotary embeddings.
     most = 1.2 if recompute else 1.03
     assert 0.97 < planned.kept / 2 / measured < most
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_reference_is_planned_beside_what_images_keep(family, tmp_path: Path):
+    folder = make_multimodal(tmp_path, family)
+
+    def memory_of(*, adapted: bool) -> ImageMemory:
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        targets = [path for paths in tower_linears(model).values() for path in paths]
+        model.requires_grad_(False)
+        if adapted:
+            add_adapters(model, "lora", targets, LoraOptions(rank=4))
+        return ImageMemory(ModelParts(model.to("meta")), PRECISIONS["fp32"])
+
+    num_values = sum(value.numel() for value in IMAGE.values())
+    lengths = Lengths([64], image_values=num_values, example_image=IMAGE)
+    adapted = memory_of(adapted=True)
+    for keeps_inputs_only in (False, True):
+        alone = adapted.of(lengths, keeps_inputs_only=keeps_inputs_only)
+        beside = adapted.of(lengths, keeps_inputs_only=keeps_inputs_only, has_reference=True)
+        assert (beside.kept, beside.backward) == (alone.kept, alone.backward)
+        # A forward pass without adapters, while the policy's features are there.
+        plain = memory_of(adapted=False).of(lengths, keeps_inputs_only=keeps_inputs_only)
+        assert plain.at_work < beside.at_work < 1.2 * plain.at_work
