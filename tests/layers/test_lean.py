@@ -105,7 +105,17 @@ class OtherMlp(nn.Module):
         return self.c(self.a(x) * self.act(self.b(x)) * self.factor)
 
 
+class NormOfImages(OtherNorm):
+    """A norm of other shapes, as one for sound in Gemma 3n."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 4:
+            raise ValueError("no rows, columns and channels")
+        return super().forward(x)
+
+
 def test_modules_that_compute_something_else_are_not_fused():
+    assert not as_rms_norm(NormOfImages(2, 1))
     assert (
         as_rms_norm(OtherNorm(2, 1))
         and not as_rms_norm(OtherNorm(1.99, 1))

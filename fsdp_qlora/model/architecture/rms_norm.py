@@ -126,7 +126,7 @@ def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
         parameter = nn.Parameter(weight.to(dtype), requires_grad=False)
         try:
             y = clone_with(module, _parameters={"weight": parameter})(x.to(dtype))
-        except (RuntimeError, TypeError, AttributeError):
+        except Exception:  # it may be anything
             return False
         expected = FORMS[form](x.to(dtype), parameter, eps)
         if not isinstance(y, torch.Tensor) or y.dtype != expected.dtype:
