@@ -8,7 +8,7 @@ rounding, as if Wq were W + s B A. With G, the gradient of y as [N, out]:
     x: G Wq.
 None of them needs the gradient of W. The backward pass rounds again, so that no rounded weight
 outlives its product. A and B are float32 in every precision: what is rounded are the values that
-are saved.
+are saved. The same holds for each expert of a mixture, whose products are in quantizers/routed.py.
 """
 
 from collections.abc import Iterable
