@@ -26,6 +26,7 @@ import pytest
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.export.expand import expand_model
+from fsdp_qlora.export.model_folder import quantize_model
 from tests.chaos.harness import (
     INJECTED,
     KILLED,
@@ -253,6 +254,11 @@ KINDS: dict[str, dict[str, object]] = {
         for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")
     },
     "full, in the background": {"train_type": "full"},
+    # of a base in this format
+    **{
+        f"merge-aware, {form}": {"merge_aware": True, "lora_dropout": 0}
+        for form in ("nvfp4", "nf4")
+    },
 }
 
 
@@ -271,6 +277,15 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind, reference, tmp_p
     if train_type.trains_new_blocks:
         expand_model(str(options["model_name"]), tmp_path / "expanded", expansion_rate=0.5)
         options["model_name"] = tmp_path / "expanded"
+    if "merge_aware" in options:
+        form = kind.split()[-1]
+        quantize_model(
+            str(options["model_name"]),
+            tmp_path / "base",
+            quant_type=form,
+            double_quant=True,
+        )
+        options["model_name"] = tmp_path / "base"
     whole = tmp_path / "whole"
     out = tmp_path / "out"
     is_slow = "background" in kind
