@@ -109,6 +109,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("nvfp4", {SCALE: to(torch.float32)}, "_scale is float32 and must be float8_e4m3fn"),
     ("nvfp4", {SCALE: lambda value: value[:0]}, "in NVFP4 has scales"),
     ("nvfp4", {OF_ALL: None}, "has no global scale"),
+    (
+        "nvfp4",
+        {f"{DOWN}.pre_quant_scale": lambda _: torch.ones(128)},
+        f"{DOWN}.pre_quant_scale multiplies what comes into a quantized layer",
+    ),
     ("nvfp4", {OF_ALL: to(torch.int64)}, "_scale_2 is int64 and must be float32"),
     (
         "nvfp4",

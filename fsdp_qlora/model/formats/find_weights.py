@@ -17,6 +17,7 @@ from fsdp_qlora.model.formats.stored_tensors import (
 )
 from fsdp_qlora.utils.errors import UserError
 
+_OF_INPUTS = ".pre_quant_scale"  # ending of modelopt's factors of what comes into a layer
 # Endings of a weight's other tensors, below its name here.
 _STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")
 
@@ -134,6 +135,13 @@ def _parts(
     stored: PublishedFormat, entries: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Part], set[str]]:
     """Name here -> tensor of the files; and names that are unused."""
+    for name in entries:
+        if name.endswith(_OF_INPUTS):
+            raise UserError(
+                f"{entries[name].file.parent}: {name} multiplies what comes into a quantized "
+                "layer (modelopt's AWQ), which is not supported. Give the model with 16- or "
+                "32-bit weights, or one quantized without AWQ."
+            )
     names = {name: stored.name_here(name) for name in entries}
     codes = {here for name, here in names.items() if entries[name].dtype not in WEIGHT_TYPES}
     result: dict[str, Part] = {}
