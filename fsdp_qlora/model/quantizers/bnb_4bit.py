@@ -39,7 +39,7 @@ from fsdp_qlora.distributed.shards import gather_rows, own_rows
 from fsdp_qlora.model.kernels import nf4
 from fsdp_qlora.model.kernels.nf4 import BLOCKSIZE, GPU_PIECE, NESTED_BLOCKSIZE
 from fsdp_qlora.model.quantizers.base import Matrix
-from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
 from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -279,6 +279,17 @@ class Bnb4bitWeight(RoundedWeight):
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
+
+    @torch.no_grad()
+    def rounded(self, update: Update, tensors: Bnb4bitTensors) -> Bnb4bitTensors:
+        update = update.or_nan()
+        rounded: Bnb4bitTensors = super().rounded(update, tensors)
+        # For bitsandbytes' kernels NaN is no magnitude. Zero, or NaN:
+        nothing = 0 * update.lora_B.sum()
+        if rounded.nested is None:
+            return rounded._replace(absmax=rounded.absmax + nothing)
+        nested = rounded.nested._replace(absmax=rounded.nested.absmax + nothing)
+        return rounded._replace(nested=nested)
 
     @property
     def rounded_together(self) -> int:

@@ -128,7 +128,7 @@ class E2m1Weight(RoundedWeight):
         Returns bytes of codes [groups, group_size / 2] and scales [groups].
 
         global_scale: one value, for the whole weight. least: bytes of scales [groups], than which
-        none becomes smaller.
+        none becomes smaller; groups of zeros have just these.
         """
         # Zeros do not change a group's largest magnitude.
         rest = -values.numel() % self.group_size
@@ -142,13 +142,16 @@ class E2m1Weight(RoundedWeight):
             largest = piece.abs().amax(1).float()
             scale = self.scale_codes(largest, global_scale)
             if least is not None:
+                stored = least[done : done + len(piece)]
                 # Bytes of scales without a sign are in the order of what they stand for.
-                scale = torch.maximum(scale, least[done : done + len(piece)])
+                scale = torch.where(largest == 0, stored, torch.maximum(scale, stored))
             done += len(piece)
             scales.append(scale)
             # Divided by the scale as it is stored, not as it was before rounding: a code is nearest
             # to its weight with the scale that decodes it.
             divisors = decode_scales(self.group_scales(scales[-1], 0, global_scale))
+            # Scales of zero have codes of zero.
+            divisors = torch.where(divisors == 0, torch.inf, divisors)
             codes.append(_pack(piece.float() / divisors[:, None]))
         return E2m1Tensors(torch.cat(codes), torch.cat(scales), global_scale)
 
@@ -270,7 +273,11 @@ class Nvfp4Weight(E2m1Weight):
         assert global_scale is not None
         scales = largest / _LARGEST
         whole_scale = global_scale.view(())
-        scales = scales / whole_scale if self.multiplies else whole_scale * scales
+        if self.multiplies:
+            # A factor of zero makes a weight of zeros, whatever the scales are.
+            scales = scales / torch.where(whole_scale == 0, torch.inf, whole_scale)
+        else:
+            scales = whole_scale * scales
         # E4M3 has no infinity: what is beyond its largest value would be NaN.
         scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
         # In float32, in which all values of E4M3 are exact.

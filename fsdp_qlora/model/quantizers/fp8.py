@@ -172,12 +172,13 @@ def grown_scales(
     rows: float32 [rows, columns]. scale: float32 [row blocks, column blocks]. A power of two fits
     every type of scales in files, and leaves the values that have not changed what they are.
     """
-    # Files may have zero for a block of zeros, which could not grow.
-    scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
-    excess = _largest(rows, block) / (scale * torch.finfo(code_dtype).max)
+    largest = _largest(rows, block)
+    # Files may have zero for a block of zeros. It stays while they do, and could not grow.
+    positive = torch.where((scale == 0) & (largest > 0), _SCALE_OF_ZEROS, scale)
+    excess = largest / (positive * torch.finfo(code_dtype).max)
     # 2**exponent is above the excess.
     _, exponent = torch.frexp(excess)
-    return torch.where(excess > _ROUNDED_DOWN, torch.ldexp(scale, exponent), scale)
+    return torch.where(excess > _ROUNDED_DOWN, torch.ldexp(positive, exponent), positive)
 
 
 def _largest(rows: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -212,7 +213,9 @@ def quantize_blocks(
     # Clamped, since a value that is rounded up beyond the largest one would be NaN in E4M3: a given
     # scale may be too small.
     largest = torch.finfo(code_dtype).max
-    scaled = (rows / spread_scales(scale, block, rows.shape)).clamp(-largest, largest)
+    # Scales of zero have codes of zero.
+    divisors = torch.where(scale == 0, torch.inf, scale)
+    scaled = (rows / spread_scales(divisors, block, rows.shape)).clamp(-largest, largest)
     return scaled.to(code_dtype), scale
 
 

@@ -28,6 +28,17 @@ class Update(NamedTuple):
     lora_B: torch.Tensor
     scaling: float
 
+    def or_nan(self) -> "Update":
+        """The update, or NaN if a number of it may not be finite.
+
+        Formats without infinity would clip such a number, and a diverged run would go on.
+        """
+        rank = len(self.lora_A)
+        most = self.lora_A.abs().amax().double() * self.lora_B.abs().amax() * self.scaling * rank
+        # Also false for NaN. Beside weights there is room for a sum of the same size.
+        is_finite = most.abs() < torch.finfo(torch.float32).max / 2
+        return self._replace(lora_B=torch.where(is_finite, self.lora_B, torch.nan))
+
     def added_to(self, values: torch.Tensor, start: int) -> torch.Tensor:
         """Rows [n, in] of a weight from row `start` on, in float32, with the update."""
         rows = self.lora_B[start : start + len(values)]
@@ -36,7 +47,9 @@ class Update(NamedTuple):
             total = torch.addmm(
                 values.double(), rows.double(), self.lora_A.double(), alpha=self.scaling
             )
-        return total.float()
+        rounded = total.float()
+        # An update of zero would take the sign of a negative zero, which codes have.
+        return torch.where(rounded == values, values, rounded)
 
 
 class RoundedWeight(QuantizedWeight):
@@ -83,6 +96,7 @@ class RoundedWeight(QuantizedWeight):
 
     def rounded_parts(self, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
         """The parts, for `join_parts`, of a matrix of the weight after `rounded`."""
+        update = update.or_nan()
         parts = []
         for start, part in self._pieces(matrix, tensors.weight.device):
             values = self.decode_tensors(part, torch.float32, tensors)
