@@ -5,6 +5,7 @@ Formats: model/quantizers/fp8.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,6 @@ def _by_torch(
     codes: torch.Tensor, scales: BlockScales, code_dtype: torch.dtype, dtype: torch.dtype
 ) -> torch.Tensor:
     count = len(codes)
-    values = codes.view(code_dtype)
     decoded = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     # Rows in which blocks follow each other without a break: a matrix, or all matrices if the
     # last block of each is complete.
@@ -78,8 +78,22 @@ def _by_torch(
     for start in range(0, count, in_one):
         rows = slice(start, min(start + in_one, count))
         blocks = scales.values[start // scales.rows * scales.rows_of_matrix :]
-        _scale(values[rows].to(dtype), blocks, scales.block, out=decoded[rows])
+        values = _values(codes[rows], code_dtype, dtype)
+        _scale(values, blocks, scales.block, out=decoded[rows])
     return decoded
+
+
+def _values(codes: torch.Tensor, code_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    if codes.device.type != "cpu":
+        return codes.view(code_dtype).to(dtype)
+    # A CPU converts one code after another.
+    return _table(code_dtype, dtype).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+@functools.cache
+def _table(code_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """The values of all codes, [256]."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(code_dtype).to(dtype)
 
 
 def _scale(

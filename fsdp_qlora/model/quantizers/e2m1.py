@@ -28,6 +28,7 @@ from fsdp_qlora.model.kernels.float_decoding import (
     decode_groups,
     decode_scales,
 )
+from fsdp_qlora.model.kernels.limits import limits_below
 from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, groups_at_a_time
 from fsdp_qlora.model.quantizers.fp8 import has_nan
 from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
@@ -342,7 +343,7 @@ def _limits(device: torch.device) -> torch.Tensor:
     """
     neighbours = itertools.pairwise(VALUES)
     halfway = torch.tensor([(low + high) / 2 for low, high in neighbours])
-    # bucketize() leaves a value at a limit below it, which is right above an even code. Above an
+    # A value at a limit is not above it, which is right above an even code. Above an
     # odd code a tie goes up, so the limit is the float32 before it.
     above_odd = halfway[1::2]
     halfway[1::2] = torch.nextafter(above_odd, torch.zeros(3))
@@ -354,9 +355,9 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
 
     Larger values become the largest.
     """
-    limits = _limits(values.device)
-    codes = torch.bucketize(values.abs(), limits, out_int32=True).to(torch.uint8)
+    codes = limits_below(values.abs(), _limits(values.device))
     # The sign is the code's fourth bit.
-    codes |= values.signbit().to(torch.uint8) << 3
-    # Even elements are in the low half of a byte.
-    return codes[:, ::2] | codes[:, 1::2] << 4
+    codes |= (values.view(torch.int32) >> 31).to(torch.uint8) & 8
+    # Even elements are in the low half of a byte, and in the low byte of a pair.
+    pairs = codes.view(torch.int16)
+    return (pairs | pairs >> 4).to(torch.uint8)

@@ -44,9 +44,8 @@ class Update(NamedTuple):
         rows = self.lora_B[start : start + len(values)]
         # CUDA's autocast leaves float64 as it is, but a new device's may not.
         with torch.autocast(autocast_kind(values), enabled=False):
-            total = torch.addmm(
-                values.double(), rows.double(), self.lora_A.double(), alpha=self.scaling
-            )
+            total = values.double()
+            total.addmm_(rows.double(), self.lora_A.double(), alpha=self.scaling)
         rounded = total.float()
         # An update of zero would take the sign of a negative zero, which codes have.
         return torch.where(rounded == values, values, rounded)
