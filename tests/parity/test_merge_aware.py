@@ -128,17 +128,23 @@ def _of_nf4(stored: Tensors, name: str) -> tuple[torch.Tensor, Callable]:
     def in_bytes(absmax: torch.Tensor) -> torch.Tensor:
         if not is_nested:
             return absmax
-        eight, nested = bnb.quantize_blockwise(absmax - state["nested_offset"], blocksize=256)
-        return bnb.dequantize_blockwise(eight, nested) + state["nested_offset"]
+        # bitsandbytes' own operator takes a neighbour for some, and other ones on a GPU.
+        parts = (absmax - state["nested_offset"]).split(256)
+        largest = [part.abs().max() for part in parts]
+        near = [
+            table[(part[:, None] / most - table).abs().argmin(1)] * most
+            for part, most in zip(parts, largest, strict=True)
+        ]
+        return torch.cat(near) + state["nested_offset"]
 
     def round_again(changed: torch.Tensor) -> torch.Tensor:
         codes, kept = bnb.quantize_4bit(changed, blocksize=64, quant_type="nf4")
         return decode(codes, in_bytes(kept.absmax))
 
     absmax = stored[f"{name}.absmax"]
+    table = bnb.create_dynamic_map()
     if is_nested:
         nested = stored[f"{name}.nested_absmax"]
-        table = stored[f"{name}.nested_quant_map"]
         absmax = table[absmax.long()] * nested.repeat_interleave(256)[: len(absmax)]
         absmax = absmax + state["nested_offset"]
     return decode(stored[name], absmax), round_again

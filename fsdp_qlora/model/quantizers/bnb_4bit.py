@@ -23,7 +23,6 @@ NF4's are quantiles of a normal distribution (Dettmers et al. 2023, appendix E),
 three bits of exponent and mantissa in bitsandbytes' own order.
 """
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
 from fsdp_qlora.model.kernels import nf4
 from fsdp_qlora.model.kernels.nf4 import BLOCKSIZE, GPU_PIECE, NESTED_BLOCKSIZE
+from fsdp_qlora.model.kernels.nf4_rounding import round_absmax, round_blocks
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
 from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
@@ -56,10 +56,6 @@ _FUSED_TOKENS = 1536
 # Up to this number its kernel for few tokens multiplies codes on every GPU. Beyond it, GPUs with
 # fast memory decode (bitsandbytes/backends/cuda/ops.py, `_gemm_4bit_use_custom_cuda`).
 _FEW_TOKENS = 8
-
-
-# The values that codes of absmax stand for, float32 [256]; made here, on the CPU.
-_ABSMAX_VALUES = bnb.create_dynamic_map()
 
 
 class NestedAbsmax(NamedTuple):
@@ -304,7 +300,7 @@ class Bnb4bitWeight(RoundedWeight):
     def round_part(
         self, values: torch.Tensor, part: Matrix, tensors: Bnb4bitTensors
     ) -> Bnb4bitTensors:
-        return Bnb4bitTensors(*quantize_blocks(values, self.quant_type))
+        return Bnb4bitTensors(*round_blocks(values, self.quant_type))
 
     def join_parts(
         self, parts: Sequence[Bnb4bitTensors], tensors: Bnb4bitTensors
@@ -315,11 +311,7 @@ class Bnb4bitWeight(RoundedWeight):
             return Bnb4bitTensors(codes, absmax)
         # The mean stays, so that it does not depend on the order of a sum.
         offset = tensors.nested.offset
-        # The operator, since bitsandbytes' function keeps the first table that it makes: also one
-        # on the meta device, where a plan is made.
-        absmax_8bit, nested = torch.ops.bitsandbytes.quantize_blockwise(
-            absmax - offset, _absmax_values(absmax.device), NESTED_BLOCKSIZE
-        )
+        absmax_8bit, nested = round_absmax(absmax, offset)
         return Bnb4bitTensors(codes, absmax_8bit, NestedAbsmax(nested, offset))
 
     def store(self, tensors: Bnb4bitTensors) -> None:
@@ -417,11 +409,6 @@ class Bnb4bitWeight(RoundedWeight):
             "double_quant": self.double_quant,
             "bitsandbytes": bitsandbytes.__version__,
         }
-
-
-@functools.cache
-def _absmax_values(device: torch.device) -> torch.Tensor:
-    return _ABSMAX_VALUES.to(device)
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:

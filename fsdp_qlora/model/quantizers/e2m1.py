@@ -272,7 +272,8 @@ class Nvfp4Weight(E2m1Weight):
 
     def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         assert global_scale is not None
-        scales = largest / _LARGEST
+        # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds twice.
+        scales = largest / torch.full_like(largest, _LARGEST)
         whole_scale = global_scale.view(())
         if self.multiplies:
             # A factor of zero makes a weight of zeros, whatever the scales are.
