@@ -14,6 +14,7 @@ from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
 from fsdp_qlora.model.quantizers.hqq import HqqWeight
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
 
 Decode = Callable[..., torch.Tensor]
 
@@ -24,11 +25,13 @@ _FEW = (37, 320)
 class WeightForm(NamedTuple):
     """The settings of a weight that its decoding depends on. It goes to a process as JSON.
 
-    kernel: name of the trial. settings: its first arguments.
+    kernel: name of the trial. settings: its first arguments. is_rounded: whether a kernel may round
+    it with an update before each product.
     """
 
     kernel: str
     settings: Sequence[Any]
+    is_rounded: bool = False
 
 
 def weight_forms(modules: Iterable[nn.Module]) -> list[WeightForm]:
@@ -42,6 +45,13 @@ def weight_forms(modules: Iterable[nn.Module]) -> list[WeightForm]:
 
 
 def _form_of(module: nn.Module) -> WeightForm | None:
+    form = _decoded_form(module)
+    if form is None or not isinstance(module, RoundedWeight) or not module.is_rounded_again:
+        return form
+    return form._replace(is_rounded=module.fits_kernel)
+
+
+def _decoded_form(module: nn.Module) -> WeightForm | None:
     if isinstance(module, Bnb4bitWeight):
         return WeightForm("bnb", (module.quant_type, module.double_quant))
     if isinstance(module, E2m1Weight):
@@ -108,7 +118,7 @@ def decoding_trials(
 ) -> list[Callable[[], Trial]]:
     """A few weights, and a matrix of this shape, in each form."""
     made: list[Callable[[], Trial]] = []
-    for form in forms:
+    for form in dict.fromkeys(each._replace(is_rounded=False) for each in forms):
         make = partial(_TRIALS[form.kernel], *form.settings)
         for size in (_FEW, shape):
             sample = Sample(size, dtype, device)
@@ -193,12 +203,18 @@ def _fp8(height: int, width: int, code_dtype: str, sample: Sample) -> Trial:
         )
         return [weights]
 
-    # Positive and negative numbers: the largest codes are none.
-    codes = sample.codes(rows, columns, span=range(240))
-    codes[codes > 120] += 8
     row_blocks = -(-rows // height)
     column_blocks = -(-columns // width)
-    return Trial.of(fp8_decoding.WAYS, compute, codes, sample.scales(row_blocks, column_blocks))
+    return Trial.of(
+        fp8_decoding.WAYS, compute, fp8_codes(sample), sample.scales(row_blocks, column_blocks)
+    )
+
+
+def fp8_codes(sample: Sample) -> torch.Tensor:
+    """Codes of positive and negative numbers: the largest codes are none."""
+    codes = sample.codes(*sample.shape, span=range(240))
+    codes[codes > 120] += 8
+    return codes
 
 
 def _hqq(n_bits: int, group_size: int, sample: Sample) -> Trial:

@@ -24,6 +24,7 @@ from fsdp_qlora.model.kernels.trial import PartTrials, Trial
 from fsdp_qlora.run.answer_trials import answer_trials
 from fsdp_qlora.run.decoding_trials import WeightForm, decoding_trials, weight_forms
 from fsdp_qlora.run.graph_trials import BlockForm, graph_trials
+from fsdp_qlora.run.rounding_trials import rounding_trials
 
 if TYPE_CHECKING:  # the process of trials needs neither, and starts sooner
     from fsdp_qlora.config.options import TrainConfig
@@ -104,7 +105,10 @@ class KernelForm:
     def from_dict(cls, fields: Mapping[str, Any]) -> "KernelForm":
         """A form that came as JSON."""
         shapes = [BlockShape(*shape) for shape in fields["shapes"]]
-        weights = [WeightForm(kernel, tuple(each)) for kernel, each in fields["weights"]]
+        weights = [
+            WeightForm(kernel, tuple(settings), *others)
+            for kernel, settings, *others in fields["weights"]
+        ]
         norms = [NormForm(*each) for each in fields["norms"]]
         made = {"shapes": shapes, "weights": weights, "norms": norms}
         if fields.get("block") is not None:
@@ -114,9 +118,10 @@ class KernelForm:
     def to_dict(self) -> dict[str, Any]:
         """The form as JSON has it."""
         fields = dataclasses.asdict(self)
+        weights = [[form.kernel, list(form.settings), form.is_rounded] for form in self.weights]
         return fields | {
             "shapes": [list(shape) for shape in self.shapes],
-            "weights": [[form.kernel, list(form.settings)] for form in self.weights],
+            "weights": weights,
             "norms": [list(form) for form in self.norms],
             "block": None if self.block is None else list(self.block),
         }
@@ -153,6 +158,8 @@ def _trials(form: KernelForm, device: torch.device) -> Iterator[PartTrials]:
         yield _by_tokens("gate", form, partial(_gate, dtype, device, shape.inner))
     if form.weights:
         yield _of_decoding(form, shape, device)
+    if any(each.is_rounded for each in form.weights):
+        yield _of_rounding(form, shape, device)
     # The others have other bits than the plain way. What is faster by a little may change from
     # start to start.
     if form.deterministic:
@@ -278,10 +285,20 @@ def _norm(
 
 def _of_decoding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:
     """The trials of decoding a matrix of an MLP, or of attention in a model without one."""
-    matrix = (shape.inner or shape.attended, shape.hidden)
-    proofs = decoding_trials(form.weights, matrix, form.torch_dtype, device)
+    proofs = decoding_trials(form.weights, _matrix(shape), form.torch_dtype, device)
     # A model has one form for nearly all of its weights.
     return _of_triton("decoding", proofs, proofs[1])
+
+
+def _of_rounding(form: KernelForm, shape: BlockShape, device: torch.device) -> PartTrials:
+    """The trials of rounding such a matrix with an update."""
+    proofs = rounding_trials(form.weights, _matrix(shape), device)
+    return _of_triton("rounding", proofs, proofs[1])
+
+
+def _matrix(shape: BlockShape) -> tuple[int, int]:
+    """The shape of a matrix of an MLP, or of attention in a model without one."""
+    return (shape.inner or shape.attended, shape.hidden)
 
 
 def _loss(dtype: torch.dtype, device: torch.device, vocabulary: int, tokens: int) -> Trial:

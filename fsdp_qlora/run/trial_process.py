@@ -27,7 +27,13 @@ from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.model import kernels
 from fsdp_qlora.model.architecture import attention_kernels
 from fsdp_qlora.model.kernels.trial import OTHER_NUMBERS, PartTrials, why_wrong
-from fsdp_qlora.run import answer_trials, decoding_trials, graph_trials, kernel_trials
+from fsdp_qlora.run import (
+    answer_trials,
+    decoding_trials,
+    graph_trials,
+    kernel_trials,
+    rounding_trials,
+)
 from fsdp_qlora.run.kernel_trials import KernelForm, trials
 from fsdp_qlora.sharding import block_graphs, graphed, replayed, static_memory
 from fsdp_qlora.training.generation import model_cache, token_graphs
@@ -141,7 +147,7 @@ def _key(form: KernelForm, device: torch.device) -> dict[str, Any]:
         driver = _DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     graphs = (graph_trials, graphed, block_graphs, replayed, static_memory)
     answers = (answer_trials, model_cache, token_graphs)
-    tried = (kernel_trials, decoding_trials, attention_kernels, *graphs, *answers)
+    tried = (kernel_trials, decoding_trials, rounding_trials, attention_kernels, *graphs, *answers)
     sources = [Path(str(module.__file__)) for module in tried]
     sources += sorted(Path(kernels.__path__[0]).glob("*.py"))
     return {

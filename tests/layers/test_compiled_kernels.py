@@ -4,10 +4,13 @@ import pytest
 
 from fsdp_qlora.model.kernels import (
     float_decoding,
+    float_rounding,
     fp8_decoding,
+    fp8_rounding,
     gate,
     hqq_decoding,
     nf4,
+    nf4_rounding,
     norm,
     rotary,
     token_loss,
@@ -86,6 +89,58 @@ def hqq_kernel(group_size: int, n_bits: int) -> Kernel:
     )
 
 
+def float_rounding_kernel(group_size: int, *, divides: bool) -> Kernel:
+    size = group_size // 2
+    return Kernel(
+        float_rounding.round_kernel,
+        arguments("codes scale_codes new_codes new_scales", "*u8")
+        | arguments("even_A odd_A scaled_B", "*fp64")
+        | {"global_scale": "*fp32"}
+        | arguments("num_rows row_bytes rank blocks", "i32"),
+        {"DIVIDES": divides, "MULTIPLIES": False, "ROWS": float_rounding.ROWS}
+        | {"GROUPS": float_rounding.PAIRS // size, "BYTES": size}
+        | float_rounding.OPTIONS,
+    )
+
+
+def nf4_rounding_kernel(*, is_nested: bool) -> Kernel:
+    return Kernel(
+        nf4_rounding.round_kernel,
+        arguments("codes order new_codes", "*u8")
+        | {"absmax": "*u8" if is_nested else "*fp32"}
+        | arguments("nested offset values nested_values limits new_absmax", "*fp32")
+        | arguments("even_A odd_A scaled_B", "*fp64")
+        | arguments("num_rows rank blocks skipped", "i32"),
+        {"NESTED": is_nested, "LEAST": nf4_rounding.LEAST_ABSMAX, "ROWS": nf4_rounding.ROWS}
+        | {"BYTES": nf4.BLOCKSIZE // 2}
+        | nf4_rounding.OPTIONS,
+    )
+
+
+def fp8_rounding_kernel(*, repeats: bool) -> Kernel:
+    numbers = "num_rows num_columns height width scale_row rank parts"
+    return Kernel(
+        fp8_rounding.round_kernel,
+        arguments("codes new_codes", "*u8")
+        | arguments("scales new_scales largest", "*fp32")
+        | arguments("lora_A scaled_B", "*fp64")
+        | arguments(f"code_row {numbers}", "i32"),
+        {"IS_E5M2": repeats, "REPEATS": repeats}
+        | {"ROWS": fp8_rounding.ROWS, "COLUMNS": fp8_rounding.COLUMNS}
+        | fp8_rounding.OPTIONS,
+    )
+
+
+# Kernels that add in float64, whose numbers take two registers, and then round.
+MOST_OF_ROUNDING = 128  # registers
+ROUNDING = {
+    "mxfp4": float_rounding_kernel(32, divides=False),
+    "nvfp4": float_rounding_kernel(16, divides=True),
+    "nf4": nf4_rounding_kernel(is_nested=True),
+    "nf4 of one absmax": nf4_rounding_kernel(is_nested=False),
+    "fp8": fp8_rounding_kernel(repeats=False),
+    "fp8 again": fp8_rounding_kernel(repeats=True),
+}
 # Kernels as a launch for an 8B model calls them.
 KERNELS = {
     "gate": Kernel(
@@ -182,3 +237,21 @@ def test_kernels_compile_for_a_datacenter_card(name) -> None:
 @pytest.mark.parametrize("name", [*KERNELS, *MORE_KERNELS])
 def test_kernels_compile_for_every_card(name, capability) -> None:
     check(name, (KERNELS | MORE_KERNELS)[name], capability)
+
+
+def check_rounding(name: str, capability: int) -> None:
+    compiled = compile_kernel(ROUNDING[name], capability)
+    assert compiled.registers <= MOST_OF_ROUNDING and not compiled.spilled
+    assert not compiled.fused
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_rounding_kernels_compile_for_a_datacenter_card(name) -> None:
+    check_rounding(name, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_rounding_kernels_compile_for_every_card(name, capability) -> None:
+    check_rounding(name, capability)

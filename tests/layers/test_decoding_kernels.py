@@ -39,7 +39,7 @@ BNB = [
 ]
 
 
-def _new(quantizer: str, shape: tuple[int, ...], **options: Any) -> QuantizedWeight:
+def new_layer(quantizer: str, shape: tuple[int, ...], **options: Any) -> QuantizedWeight:
     entry = QUANTIZERS[quantizer]
     if len(shape) == 2:
         return entry.linear(nn.Linear(shape[1], shape[0], bias=False, device="meta"), **options)
@@ -48,7 +48,7 @@ def _new(quantizer: str, shape: tuple[int, ...], **options: Any) -> QuantizedWei
     return entry.experts(parameter, transposed=False, **options)
 
 
-def _fill(layer: Any) -> QuantizedWeight:
+def filled(layer: Any) -> QuantizedWeight:
     """A layer with a random weight, some blocks of which are large and some zeros."""
     rows = math.prod(layer.shape[:-1])
     weight = weight_of((rows, layer.shape[-1]))
@@ -100,7 +100,7 @@ def differences(quantizer: str, shape: tuple[int, ...], options: dict[str, Any])
     ways[TRITON] = noted
     found = []
     for dtype in DTYPES:
-        layer = _fill(_new(quantizer, shape, compute_dtype=dtype, **options))
+        layer = filled(new_layer(quantizer, shape, compute_dtype=dtype, **options))
         for part in _parts(layer):
             decoded = []
             for way in (PLAIN, TRITON):
@@ -182,7 +182,7 @@ def unproven() -> list[str]:
     ]
     found = []
     for quantizer, options in layers:
-        layer = _new(quantizer, (200, 256), compute_dtype=torch.bfloat16, **options)
+        layer = new_layer(quantizer, (200, 256), compute_dtype=torch.bfloat16, **options)
         trials = decoding_trials(
             weight_forms([layer, nn.Linear(2, 2)]), (160, 256), torch.bfloat16, torch.device("cpu")
         )

@@ -26,12 +26,13 @@ from tests.helpers.kernel_trials import FORM, broken, in_place, of_ways, plain, 
 from tests.helpers.run import on_ranks
 
 CPU = torch.device("cpu")
-PARTS = ["rotary", "gate", "decoding", "norm", "loss", "attention"]
+PARTS = ["rotary", "gate", "decoding", "rounding", "norm", "loss", "attention"]
 WEIGHT_FORMS = [
     WeightForm("bnb", ("nf4", False)),
-    WeightForm("bnb", ("fp4", True)),
+    WeightForm("bnb", ("fp4", True), is_rounded=True),
     WeightForm("e2m1", (32, 0, False)),
     WeightForm("e2m1", (16, 2, True)),
+    WeightForm("e2m1", (16, 1, False), is_rounded=True),
     WeightForm("fp8", (128, 128, "float8_e4m3fn")),
     WeightForm("fp8", (0, 0, "float8_e5m2")),
     WeightForm("hqq", (4, 64)),
@@ -179,7 +180,7 @@ def test_trials_have_inputs_for_every_part(dtype):
     assert [part.part for part in parts] == PARTS
     # Only these have the plain way's bits.
     exact = trials(replace(form, deterministic=True), CPU)
-    assert [part.part for part in exact] == PARTS[:3]
+    assert [part.part for part in exact] == PARTS[:4]
     for part in parts[:-1]:
         for make in (*part.proofs, part.timed):
             trial = make()

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.model.kernels.nf4_rounding import round_absmax, round_blocks
 from fsdp_qlora.model.quantizers import rounded_weight
+from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
 from fsdp_qlora.model.quantizers.e2m1 import Nvfp4Weight, global_scale
 from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
 from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate, round_experts
@@ -208,3 +211,25 @@ def test_zeros_keep_their_bytes_until_an_update_changes_them(case: str):
     assert changed.isfinite().all()
     # The scale of all weights stays.
     assert (changed == 0).all() == case.endswith("of all")
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_blocks_of_4_bits_are_rounded_to_bitsandbytes_codes(quant_type):
+    values = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    values[64:128] = 0
+    values[150] = float("nan")
+    found = round_blocks(values, quant_type)
+    expected = quantize_blocks(values, quant_type)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1].nan_to_num(), expected[1].nan_to_num())
+
+
+def test_absmax_are_rounded_to_the_nearest_value_of_their_table():
+    absmax = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    offset = absmax.mean()
+    codes, nested = round_absmax(absmax, offset)
+    table = bnb.create_dynamic_map().double()
+    exact = (absmax - offset).double() / nested.double().repeat_interleave(256)[:1000]
+    error = (table[codes.int()] - exact).abs()
+    nearest = (exact[:, None] - table).abs().amin(1)
+    assert len(nested) == 4 and (error <= nearest + 1e-7).all()

@@ -170,14 +170,14 @@ def decode_kernel(
         scale = tl.where(code == 0, 1 << 22, code << 23).to(tl.float32, bitcast=True)
     at = groups[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     packed = tl.load(codes + at, mask=inside[:, None], other=0).to(tl.int32)
-    even = rounded_to(_e2m1(packed & 15) * scale[:, None], dtype)
-    odd = rounded_to(_e2m1(packed >> 4) * scale[:, None], dtype)
+    even = rounded_to(e2m1(packed & 15) * scale[:, None], dtype)
+    odd = rounded_to(e2m1(packed >> 4) * scale[:, None], dtype)
     to = groups[:, None] * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
     tl.store(weights + to, tl.interleave(even, odd), mask=inside[:, None])
 
 
 @jit
-def _e2m1(code):
+def e2m1(code):
     """The values of codes, by integers: twice a magnitude is one."""
     low = code & 7
     doubled = tl.where(low < 4, low, (2 + (low & 1)) << ((low >> 1) - 1))

@@ -188,13 +188,15 @@ def decode_kernel(
     scale = tl.load(scales + block * scale_row + first // width, mask=rows < num_rows, other=0.0)
     rows = rows.to(tl.int64)  # a weight may have more elements than 2**31
     code = tl.load(codes + rows[:, None] * code_row + columns[None, :], mask=inside, other=0)
-    if IS_E5M2:
-        # The upper half of a number in fp16.
-        value = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        value = e4m3(code.to(tl.int32))
+    value = e5m2(code) if IS_E5M2 else e4m3(code.to(tl.int32))
     to = rows[:, None] * num_columns + columns[None, :]
     tl.store(weights + to, rounded_to(value * scale[:, None], dtype), mask=inside)
+
+
+@jit
+def e5m2(code):
+    """The values of bytes, each the upper half of a number in fp16."""
+    return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 WAYS = {PLAIN: _by_torch, TRITON: _by_triton}

@@ -24,6 +24,7 @@ class Ways(NamedTuple):
     gate: str = PLAIN
     norm: str = PLAIN
     decoding: str = PLAIN
+    rounding: str = PLAIN
     loss: str = PLAIN
     attention: str = PLAIN
     experts: str = PLAIN

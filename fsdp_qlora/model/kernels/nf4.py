@@ -54,7 +54,7 @@ def decode_blocks(
 def decode_absmax(absmax: torch.Tensor, nested: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     """The float32 absmax that the uint8 codes stand for."""
     decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        absmax, nested, _nested_values(absmax.device), NESTED_BLOCKSIZE, torch.float32
+        absmax, nested, nested_values(absmax.device), NESTED_BLOCKSIZE, torch.float32
     )
     return decoded.add_(offset)
 
@@ -113,8 +113,8 @@ def _by_triton(
             absmax,
             nested,
             offset,
-            _values(quant_type, codes.device),
-            _nested_values(codes.device),
+            code_values(quant_type, codes.device),
+            nested_values(codes.device),
             weights,
             num_blocks,
             skipped,
@@ -127,13 +127,13 @@ def _by_triton(
 
 
 @functools.cache
-def _values(quant_type: str, device: torch.device) -> torch.Tensor:
+def code_values(quant_type: str, device: torch.device) -> torch.Tensor:
     """The 16 float32 values of a weight's codes."""
     return bnb.get_4bit_type(quant_type, device="cpu").to(device)
 
 
 @functools.cache
-def _nested_values(device: torch.device) -> torch.Tensor:
+def nested_values(device: torch.device) -> torch.Tensor:
     """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the absmax."""
     return bnb.create_dynamic_map().to(device)
 

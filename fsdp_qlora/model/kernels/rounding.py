@@ -21,6 +21,7 @@ __all__ = [
     "computes_by_triton",
     "divided",
     "has_rows",
+    "has_triton",
     "jit",
     "libdevice",
     "rounded",
@@ -48,10 +49,14 @@ BY_NUMPY = tl.constexpr(INTERPRETED) if triton else None
 _DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels run there: on a card."""
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
 def computes_by_triton(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel can read and write tensors of a floating dtype there: on a card."""
-    is_there = device.type == "cuda" or (INTERPRETED and device.type == "cpu")
-    return is_there and dtype in _DTYPES
+    return has_triton(device) and dtype in _DTYPES
 
 
 def runs_by_triton(*tensors: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
 from fsdp_qlora.model.kernels import nf4
 from fsdp_qlora.model.kernels.nf4 import BLOCKSIZE, GPU_PIECE, NESTED_BLOCKSIZE
-from fsdp_qlora.model.kernels.nf4_rounding import round_absmax, round_blocks
+from fsdp_qlora.model.kernels.nf4_rounding import round_absmax, round_blocks, round_updated_blocks
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
 from fsdp_qlora.model.quantizers.stored import row_bytes, write_bytes
@@ -276,17 +276,6 @@ class Bnb4bitWeight(RoundedWeight):
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
 
-    @torch.no_grad()
-    def rounded(self, update: Update, tensors: Bnb4bitTensors) -> Bnb4bitTensors:
-        update = update.or_nan()
-        rounded: Bnb4bitTensors = super().rounded(update, tensors)
-        # For bitsandbytes' kernels NaN is no magnitude. Zero, or NaN:
-        nothing = 0 * update.lora_B.sum()
-        if rounded.nested is None:
-            return rounded._replace(absmax=rounded.absmax + nothing)
-        nested = rounded.nested._replace(absmax=rounded.nested.absmax + nothing)
-        return rounded._replace(nested=nested)
-
     @property
     def rounded_together(self) -> int:
         return BLOCKSIZE
@@ -313,6 +302,25 @@ class Bnb4bitWeight(RoundedWeight):
         offset = tensors.nested.offset
         absmax_8bit, nested = round_absmax(absmax, offset)
         return Bnb4bitTensors(codes, absmax_8bit, NestedAbsmax(nested, offset))
+
+    @property
+    def fits_kernel(self) -> bool:
+        return self.shape[-1] % BLOCKSIZE == 0
+
+    def round_by_kernel(
+        self, matrix: Matrix, update: Update, tensors: Bnb4bitTensors
+    ) -> Bnb4bitTensors:
+        codes, absmax, nested = self.select(matrix, tensors)
+        rounded = round_updated_blocks(
+            codes,
+            absmax,
+            nested,
+            tensors.nested.offset if tensors.nested else None,
+            self.quant_type,
+            update.factors(),
+            _skipped(matrix) if tensors.nested else 0,
+        )
+        return Bnb4bitTensors(*rounded)
 
     def store(self, tensors: Bnb4bitTensors) -> None:
         write_bytes(self.weight, tensors.weight)

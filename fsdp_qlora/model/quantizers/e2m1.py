@@ -28,10 +28,11 @@ from fsdp_qlora.model.kernels.float_decoding import (
     decode_groups,
     decode_scales,
 )
+from fsdp_qlora.model.kernels.float_rounding import round_groups
 from fsdp_qlora.model.kernels.limits import limits_below
 from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, groups_at_a_time
 from fsdp_qlora.model.quantizers.fp8 import has_nan
-from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
 from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -176,6 +177,18 @@ class E2m1Weight(RoundedWeight):
         scales = torch.cat([part.scale for part in parts])
         return E2m1Tensors(codes, scales, tensors.global_scale)
 
+    @property
+    def fits_kernel(self) -> bool:
+        return self.shape[-1] % self.group_size == 0
+
+    def round_by_kernel(self, matrix: Matrix, update: Update, tensors: E2m1Tensors) -> E2m1Tensors:
+        (first, count) = matrix.spans(self.group_size)
+        groups = slice(first, first + count)
+        codes = tensors.weight.view(torch.uint8).view(-1, self.group_size // 2)[groups]
+        scale_codes = tensors.scale.view(torch.uint8).view(-1)[groups]
+        scales = self.group_scales(scale_codes, first, tensors.global_scale)
+        return E2m1Tensors(*round_groups(codes, scales, update.factors()))
+
     def stored_forms(self) -> dict[str, TensorForm]:
         groups = -(-math.prod(self.shape) // self.group_size)
         return {
@@ -242,6 +255,10 @@ class Nvfp4Weight(E2m1Weight):
         # num_parts is of each matrix, and experts are a matrix each.
         self.num_scales = num_parts * math.prod(shape[:-2]) or 1
         self.global_scale = self._storage(self.num_scales, 4, torch.float32)
+
+    @property
+    def fits_kernel(self) -> bool:
+        return super().fits_kernel and len(self.global_scale) == 1
 
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
         if suffix == ".scale":

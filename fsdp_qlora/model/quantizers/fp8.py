@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.model.kernels.fp8_decoding import BlockScales, decode_rows
+from fsdp_qlora.model.kernels.fp8_decoding import COLUMNS, BlockScales, decode_rows, fits_kernel
+from fsdp_qlora.model.kernels.fp8_rounding import Fp8Rounding
 from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix
-from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight
+from fsdp_qlora.model.quantizers.rounded_weight import RoundedWeight, Update
 from fsdp_qlora.model.quantizers.stored import row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -123,6 +124,24 @@ class Fp8Weight(RoundedWeight):
         if self.keeps_scale:
             return Fp8Tensors(codes, tensors.scale)
         return Fp8Tensors(codes, torch.cat([part.scale for part in parts]))
+
+    @property
+    def fits_kernel(self) -> bool:
+        return fits_kernel(self.block[1], self.shape[-1])
+
+    def round_by_kernel(self, matrix: Matrix, update: Update, tensors: Fp8Tensors) -> Fp8Tensors:
+        height, width = self.block
+        rows, columns = matrix.shape
+        start = matrix.first // columns
+        codes = tensors.weight.view(torch.uint8)[start : start + rows, :columns]
+        first = start // self.shape[-2] * self.scale_shape[0] + start % self.shape[-2] // height
+        scale = tensors.scale[first : first - (-rows // height)]
+        rounding = Fp8Rounding(codes, scale, self.block, self.code_dtype, update.factors())
+        if not self.keeps_scale:
+            parts = -(-width // COLUMNS)
+            scale = grown_scales(rounding.largest, scale, (height, parts), self.code_dtype)
+            rounding.change(scale)
+        return Fp8Tensors(rounding.codes, scale)
 
     def stored_forms(self) -> dict[str, TensorForm]:
         weight_shape = (len(self.weight), row_bytes(self.weight))

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.model.kernels.in_use import PLAIN, TRITON, ways_in_use
+from fsdp_qlora.model.kernels.low_rank import Factors
+from fsdp_qlora.model.kernels.rounding import has_triton
 from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
 from fsdp_qlora.model.quantizers.stored import write_bytes
 
@@ -38,6 +41,10 @@ class Update(NamedTuple):
         # Also false for NaN. Beside weights there is room for a sum of the same size.
         is_finite = most.abs() < torch.finfo(torch.float32).max / 2
         return self._replace(lora_B=torch.where(is_finite, self.lora_B, torch.nan))
+
+    def factors(self) -> Factors:
+        """The update as kernels read it."""
+        return Factors.of(self.lora_A, self.lora_B, self.scaling)
 
     def added_to(self, values: torch.Tensor, start: int) -> torch.Tensor:
         """Rows [n, in] of a weight from row `start` on, in float32, with the update."""
@@ -93,9 +100,24 @@ class RoundedWeight(QuantizedWeight):
         """The tensors of round(W + s B A), for the weight W [out, in] of `tensors`."""
         return self.join_parts(self.rounded_parts(self.whole, update, tensors), tensors)
 
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether the kernel takes a weight of this shape."""
+        raise NotImplementedError
+
+    def round_by_kernel(self, matrix: Matrix, update: Update, tensors: Any) -> Any:
+        """What `round_part` returns for a matrix [out, in] of the weight with its update."""
+        raise NotImplementedError
+
     def rounded_parts(self, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
         """The parts, for `join_parts`, of a matrix of the weight after `rounded`."""
-        update = update.or_nan()
+        way = ways_in_use().rounding
+        if not (self.fits_kernel and has_triton(tensors.weight.device)):
+            way = PLAIN
+        return WAYS[way](self, matrix, update.or_nan(), tensors)
+
+    def rounded_pieces(self, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
+        """All parts of the matrix after `round_part`."""
         parts = []
         for start, part in self._pieces(matrix, tensors.weight.device):
             values = self.decode_tensors(part, torch.float32, tensors)
@@ -137,3 +159,14 @@ def _rows_at_a_time(num_columns: int, aligned: int, device: torch.device) -> int
     """The number of rows in a piece, a multiple of `aligned`."""
     most = _PIECE["cpu" if device.type == "cpu" else "cuda"]
     return max(1, most // (num_columns * aligned)) * aligned
+
+
+def _by_torch(layer: RoundedWeight, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
+    return layer.rounded_pieces(matrix, update, tensors)
+
+
+def _by_triton(layer: RoundedWeight, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
+    return [layer.round_by_kernel(matrix, update, tensors)]
+
+
+WAYS = {PLAIN: _by_torch, TRITON: _by_triton}
