@@ -30,7 +30,7 @@ class SentPrompt(NamedTuple):
     placed_ids: Sequence[int] = ()
     """With one token for each image, where it shows any."""
     images: Sequence[str] = ()
-    """Its images as data URIs of PNG."""
+    """The images, as data URIs of PNG."""
 
 
 class Request(NamedTuple):
