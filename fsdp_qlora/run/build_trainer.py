@@ -180,16 +180,20 @@ def build_forward(
         towers=towers_of(plan),
         neftune_alpha=config.neftune_alpha,
     )
-    # A few tokens show how this model's loss can be computed, before a step depends on it.
-    forward.probe()
-    if has_reference and plan.data.have_images:
-        table = _rows_with_images(plan.data, has_teacher=collator.has_teacher)
-        check_image_reference(forward, table)
+    _try_forward(forward, plan.data)
     if ways_in_use().blocks == GRAPHS:
         longest = filled_length(plan.placed.step.num_tokens)
         by_bounds = reads_bounds(model.config, forward.attention)
         set_graphs(model, GraphedBlocks(longest, by_bounds=by_bounds))
     return forward
+
+
+def _try_forward(forward: ForwardPass, data: RunData) -> None:
+    """Find how a model's loss and its reference can be computed, before a step depends on it."""
+    forward.probe()
+    if forward.reference and data.have_images:
+        table = _rows_with_images(data, has_teacher=forward.collator.has_teacher)
+        check_image_reference(forward, table)
 
 
 def towers_of(plan: Plan) -> list[nn.Module]:
