@@ -106,8 +106,8 @@ class ImageProcessor:
         unknown = [name for name in of_tokens if not torch.equal(outputs[name], kinds)]
         if unknown:
             raise UserError(
-                f"model_name {self.name}: its processor gives {unknown[0]}, which is not known "
-                "here."
+                f"model_name {self.name}: its processor describes every token of a row with images "
+                f"by {unknown[0]}, which is not known here; rows of text can be trained."
             )
         return of_tokens, [name for name in outputs if name not in (*of_tokens, *_TOKENS)]
 
@@ -116,8 +116,7 @@ class ImageProcessor:
         """The processor's outputs for an image of a usual size."""
         from PIL import Image as Pillow
 
-        outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _USUAL)])
-        return {name: outputs[name] for name in self._names[1]}
+        return self._of_images([Pillow.new("RGB", _USUAL)])
 
     def kinds_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """1 for tokens that stand for images and 0 for others, int64 [B, T]."""
@@ -199,9 +198,15 @@ class ImageProcessor:
 
     def outputs_of(self, names: Iterable[bytes]) -> dict[str, torch.Tensor]:
         """The processor's outputs for the images of a row, by their names in the store."""
-        images = [*map(self._load, names)]
+        return self._of_images([*map(self._load, names)])
+
+    def _of_images(self, images: Sequence[Any]) -> dict[str, torch.Tensor]:
         outputs = self._call(self._processor.image_token * len(images), images)
-        return {name: outputs[name] for name in self._names[1]}
+        # llama4's makes pixels in bfloat16; a model casts float32 to what it computes in.
+        return {
+            name: outputs[name].float() if outputs[name].is_floating_point() else outputs[name]
+            for name in self._names[1]
+        }
 
     def model_inputs(
         self,
