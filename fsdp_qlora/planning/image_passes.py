@@ -17,6 +17,7 @@ from fsdp_qlora.model.architecture.decoder import OnMeta, tensors_of
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.towers import encoder_blocks
 from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.planning.known_integers import KnownIntegers
 from fsdp_qlora.planning.storages import CountedStorages, EmptyLoss
 from fsdp_qlora.sharding.both_states import for_policy
 from fsdp_qlora.sharding.recompute import RecomputedTowerBlock
@@ -65,8 +66,9 @@ def count_passes(
     if has_reference:
         ReferenceTowers(model.children()).attach()
     with (
-        CountedStorages(uncounted) as count,
+        CountedStorages(uncounted, everywhere=True) as count,
         OnMeta(),
+        KnownIntegers(),
         _Kernels(),
         precision.autocasting(torch.device("cpu")),
         torch.set_grad_enabled(bool(trained)),

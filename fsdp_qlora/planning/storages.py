@@ -17,6 +17,7 @@ class CountedStorages(TorchDispatchMode):
     Args:
         uncounted: tensors whose storages are not counted: weights and inputs.
         on_operator: called for each operator.
+        everywhere: count storages with values, too, which a GPU has beside the others.
     Attributes:
         now: bytes that are allocated.
         most: the maximum that was allocated at once.
@@ -24,9 +25,14 @@ class CountedStorages(TorchDispatchMode):
     """
 
     def __init__(
-        self, uncounted: Iterable[torch.Tensor], on_operator: Callable[[], object] = lambda: None
+        self,
+        uncounted: Iterable[torch.Tensor],
+        on_operator: Callable[[], object] = lambda: None,
+        *,
+        everywhere: bool = False,
     ) -> None:
         super().__init__()
+        self._everywhere = everywhere
         self._on_operator = on_operator
         self.now = self.most = 0
         self.changes: list[Change] = []
@@ -40,7 +46,7 @@ class CountedStorages(TorchDispatchMode):
             return torch.arange(len(args[0]))[:, None]
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
-            if tensor.is_meta:
+            if tensor.is_meta or self._everywhere:
                 self._count(tensor.untyped_storage())
         self._count_inside(_sizes_inside(func, args))
         return result

@@ -1,10 +1,10 @@
 """What images are planned to keep is what a pass of real values keeps."""
 
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForImageTextToText
 
@@ -17,9 +17,16 @@ from fsdp_qlora.planning.image_memory import ImageMemory
 from fsdp_qlora.sharding.recompute import wrap_towers
 from tests.parity.test_multimodal import make_multimodal
 
-IMAGE = {
+QWEN = {
     "pixel_values": torch.randn(16 * 16, 1176),
     "image_grid_thw": torch.tensor([[1, 16, 16]]),
+}
+# Padded: places of no patch are -1.
+GEMMA4 = {
+    "pixel_values": torch.rand(1, 280, 588),
+    "image_position_ids": F.pad(
+        torch.cartesian_prod(torch.arange(16), torch.arange(16)), (0, 0, 0, 24), value=-1
+    )[None],
 }
 
 
@@ -34,23 +41,33 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_images_are_planned_to_keep_what_they_keep(family, recompute, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "image", "recompute"),
+    [
+        ("qwen3_vl", QWEN, False),
+        ("qwen3_vl", QWEN, True),
+        ("qwen2_5_vl", QWEN, False),
+        ("qwen2_5_vl", QWEN, True),
+        ("gemma4", GEMMA4, False),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+def test_images_are_planned_to_keep_what_they_keep(family, image, recompute, tmp_path, caplog):
     folder = make_multimodal(tmp_path, family)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     targets = [path for paths in tower_linears(model).values() for path in paths]
     add_adapters(model, "lora", targets, LoraOptions(rank=4))
-    num_values = sum(value.numel() for value in IMAGE.values())
-    lengths = Lengths([64], image_values=2 * num_values, example_image=IMAGE)
+    num_values = sum(value.numel() for value in image.values())
+    lengths = Lengths([64], image_values=2 * num_values, example_image=image)
     memory = ImageMemory(ModelParts(model.to("meta")), PRECISIONS["fp32"])
     planned = memory.of(lengths, keeps_inputs_only=recompute)
+    assert "only estimated" not in caplog.text
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     add_adapters(model, "lora", targets, LoraOptions(rank=4))
     if recompute:
         wrap_towers(model)
-    uncounted = {*map(_place, [*model.parameters(), *IMAGE.values()])}
+    uncounted = {*map(_place, [*model.parameters(), *image.values()])}
     kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def keep(tensor: torch.Tensor) -> _Kept:
@@ -58,7 +75,7 @@ def test_images_are_planned_to_keep_what_they_keep(family, recompute, tmp_path: 
         return one
 
     with saved_tensors_hooks(keep, lambda one: one.tensor):
-        output = model.model.get_image_features(**IMAGE)
+        output = model.model.get_image_features(**image)
     # What else the function returns ends here, as in the model.
     shown = output.pooler_output, getattr(output, "deepstack_features", None)
     del output
