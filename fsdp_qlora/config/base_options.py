@@ -113,6 +113,8 @@ class BaseOptions:
             "alpaca",
             "pretokenized",
             "preference",
+            "messages_rejected",
+            "json_pair",
             "ratings",
             "label",
             "rating",

@@ -35,7 +35,7 @@ class TrainOptions(TypedDict, total=False):
     "Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql, orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl, .csv, .tsv, .parquet or .txt file (or one of these with .gz or .zst), or a folder of them or of datasets.save_to_disk. Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these shares and ends before a dataset would repeat a row; the next epoch continues with the next rows of each."
     dataset_samples: int | None
     "Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math and dummy have their own sizes)."
-    dataset_format: Literal['auto', 'alpaca', 'pretokenized', 'preference', 'ratings', 'label', 'rating', 'messages', 'sharegpt', 'dolly', 'question_answer', 'prompt_completion', 'guanaco', 'text', 'responses', 'items', 'request_response', 'atif', 'verifiers']
+    dataset_format: Literal['auto', 'alpaca', 'pretokenized', 'preference', 'messages_rejected', 'json_pair', 'ratings', 'label', 'rating', 'messages', 'sharegpt', 'dolly', 'question_answer', 'prompt_completion', 'guanaco', 'text', 'responses', 'items', 'request_response', 'atif', 'verifiers']
     "Format of the rows; auto detects it from the names of the columns."
     columns: str | PathLike[str] | Sequence[Any]
     "Columns of the dataset whose names differ from the format's, as FORMAT'S=DATASET'S, such as instruction=task,output=result; ignore=NAME leaves out a column that makes rows invalid."

@@ -252,10 +252,13 @@ def text_of(row: Row, column: str, *, required: bool = True) -> str:
 
 
 def refuse_media(text: str, where: str) -> None:
-    """Raise BadRow where a question shows something that is no text."""
+    """Raise BadRow where the question of a row without images shows something that is no text."""
     match = _MEDIA.search(text)
-    if match:
-        raise BadRow(f"{where}: it shows {match[0].strip()}, and only text can be trained on")
+    if match is None:
+        return
+    shown = match[0].strip()
+    reason = "no image is given" if shown == "<image>" else "only text and images are read"
+    raise BadRow(f"{where}: it shows {shown}, and {reason}")
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:

@@ -135,7 +135,7 @@ def _check_objective(
             "with a known name has them. Name the columns with --columns."
         )
     alone = ""
-    if "chosen" in reading.names.values():
+    if {"chosen", "rejected_response"} & {*reading.names.values()}:
         columns, text_format = preferences.chosen_alone(first_rows[0], reading.names)
         if reads(first_rows, columns, text_format):
             options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"

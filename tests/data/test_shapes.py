@@ -268,6 +268,10 @@ PREFERENCES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "prompt=conversations completion=chosen --dataset_format prompt_completion",
     ),
+    "ms-swift's pairs": (
+        {"messages": [ASK, SAY], "rejected_response": "no"},
+        "ignore=rejected_response --dataset_format messages",
+    ),
     "StackExchange's pairs": (
         {"question": "hi", "response_j": "go on", "response_k": "no"},
         "instruction=question output=response_j --dataset_format alpaca",
@@ -278,15 +282,15 @@ HALF_A_PAIR = "turn 2 has half a surrogate pair"
 WITHOUT_REMEDY: dict[str, tuple[Rows, str]] = {
     "an image in an instruction": (
         [{"instruction": "<image>\nWho?", "output": "go on"}],
-        "instruction: it shows <image>, and only text",
+        "instruction: it shows <image>, and no image is given",
     ),
     "an image in a prompt": (
         [{"prompt": "Who? <image>", "completion": "go on"}],
-        "prompt: it shows <image>, and only text",
+        "prompt: it shows <image>, and no image is given",
     ),
     "an image in the text": (
         [{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}],
-        "turn 1: it shows <image>, and only text",
+        "turn 1: it shows <image>, and no image is given",
     ),
     "BFCL": (
         [{"id": "x", "question": [[ASK]], "function": [FUNCTION]}],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.data.content import Chat, Fields, PreferenceRow
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
@@ -166,6 +167,19 @@ SETS: dict[str, dict[str, Any]] = {
         "rejected": of_sharegpt("gpt", "no"),
         "images": [IMAGE],
     },
+    "RLHF-V's own": {
+        "ds_name": "RLHF-V",
+        "image": IMAGE,
+        "text": json.dumps({"question": "who?", **WORDS}),
+        "origin_split": '{"model": "x", "type": "detailed_description"}',
+        "idx": 7,
+        "image_path": "a.jpg",
+    },
+    "ms-swift": {
+        "messages": [*said("user", "<image>who?"), *said("assistant", "go")],
+        "rejected_response": "no",
+        "images": [IMAGE],
+    },
 }
 
 
@@ -174,8 +188,9 @@ SETS: dict[str, dict[str, Any]] = {
 def test_images_are_found_in_published_preference_sets(name):
     row = SETS[name]
     reading = RequestedFormat().find([*row], [row])
-    assert reading.dataset_format == "preference" and not reading.watched
-    content = FORMATS["preference"].read(reading.named(row))
+    row_format = FORMATS[reading.dataset_format]
+    assert row_format.row_kind == PAIRS and not reading.watched
+    content = row_format.read(reading.named(row))
     assert isinstance(content, PreferenceRow)
     for answer, word in zip(content.answers, ("go", "no"), strict=True):
         if isinstance(answer, Fields):

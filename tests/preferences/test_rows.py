@@ -44,6 +44,7 @@ WORDS = (" go", " no", " so")
 TEXTS = ("<s>hi| go</s>", "<s>hi| no</s>")
 CHATS = ("[u]hi[a]|go</s>", "[u]hi[a]|no</s>")
 ASKED_IN_TEXT = ("[u]hi[a]| go</s>", "[u]hi[a]| no</s>")
+MESSAGES_REJECTED = {"messages": [ASKED, GO], "rejected_response": "no"}
 # Row -> both answers, learned from the bar on; of a model that is made for chats.
 ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"prompt": "hi", "chosen": " go", "rejected": " no"}, TEXTS),
@@ -68,6 +69,9 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"messages": [ASKED], "chosen": GO, "rejected": NO}, CHATS),
     ({"messages": [ASKED, GO], "chosen": "go", "rejected": "no"}, CHATS),
     ({"conversations": json.dumps(SHARED), "chosen": "go", "rejected": "no"}, CHATS),
+    (MESSAGES_REJECTED | {"rejected_images": None}, CHATS),
+    ({"messages": [ASKED], "chosen_response": "go", "rejected_response": "no"}, CHATS),
+    ({"text": json.dumps({"question": "hi", "chosen": "go", "rejected": "no"})}, CHATS),
     ({"chosen": "hi: go on", "rejected": "hi: go in"}, ("<s>hi: go| on</s>", "<s>hi: go| in</s>")),
     ({"chosen": "hi: go", "rejected": "hi: go, so"}, ("<s>hi: go|</s>", "<s>hi: go|, so</s>")),
     ({"chosen": "hi: gone", "rejected": "hi: go"}, ("<s>hi:| gone</s>", "<s>hi:| go</s>")),
@@ -108,6 +112,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"chosen": [ASKED, GO], "rejected": [ASKED]}, "empty rejected"),
     ({"chosen": [ASKED, GO], "rejected": [ASKED, GO]}, "same"),
     ({"chosen": [ASKED, GO], "rejected": 7}, "rejected is not a list of turns"),
+    (MESSAGES_REJECTED | {"rejected_images": ["a.png"]}, "rejected_images is filled"),
+    (MESSAGES_REJECTED | {"messages": [ASKED]}, "messages end without an answer"),
+    (MESSAGES_REJECTED | {"rejected_response": "go"}, "chosen and rejected are the same"),
+    (MESSAGES_REJECTED | {"rejected_response": None}, "rejected is not"),
+    ({"text": '{"question": "hi", "chosen": "go"}'}, "text is no JSON of question, chosen, reje"),
 ]
 
 

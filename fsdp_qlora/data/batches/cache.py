@@ -40,7 +40,7 @@ log = logging.getLogger("fsdp_qlora")
 
 # Raise it when the arrays, the templates or the rules of masking change. It is a part of each
 # file's name, so files of another version are not found.
-CACHE_VERSION = 16
+CACHE_VERSION = 17
 _WAITING = "Another process tokenizes this dataset: waiting for it."
 
 

@@ -262,6 +262,20 @@ FORMATS: dict[str, Format] = {
         ("input_ids",), ("labels", *COLUMNS["mask"], "attention_mask"), read_tokens
     ),
     "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, row_kind=PAIRS),
+    "messages_rejected": Format(
+        ("messages", "rejected_response"),
+        ("chosen_response", *_BESIDE, "rejected_images"),
+        preferences.read_beside_messages,
+        recognizes=lambda row: bool(row.get("rejected_response")),
+        row_kind=PAIRS,
+    ),
+    "json_pair": Format(
+        ("text",),
+        ("images",),
+        preferences.read_json_pair,
+        recognizes=preferences.is_json_pair,
+        row_kind=PAIRS,
+    ),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
     "ratings": Format(
         ("completions",),

@@ -30,6 +30,7 @@ from fsdp_qlora.data.content import (
 )
 from fsdp_qlora.data.text import chats
 
+_JSON_PAIR = ("question", "chosen", "rejected")
 OTHER_IMAGES = "images: the teacher's prompt shows others than the student's"
 # Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the
 # sign before it.
@@ -83,6 +84,49 @@ def read_pair(row: Row) -> PreferenceRow:
     return PreferenceRow([_answer(row, name, prompt, side) for side in sides])
 
 
+def read_beside_messages(row: Row) -> PreferenceRow:
+    """Read ms-swift's pair: messages, and a text to reject in place of their last answer.
+
+    With a `chosen_response` beside it, that one is the chosen answer. Raises BadRow.
+    """
+    if row.get("rejected_images"):
+        raise BadRow("rejected_images is filled, and both answers of a pair see the same images")
+    said = chats.turns(row.get("messages"), "messages")
+    chosen: object = row.get("chosen_response")
+    if not chosen:
+        if not _is_answer(said[-1]):
+            raise BadRow("messages end without an answer")
+        chosen = [said.pop()]
+    pair = {"messages": said, "chosen": chosen, "rejected": row.get("rejected_response")}
+    return read_pair(dict(row) | pair)
+
+
+def read_json_pair(row: Row) -> PreferenceRow:
+    """Read RLHF-V's pair: JSON with question, chosen and rejected in a text. Raises BadRow."""
+    pair = _pair_in(row)
+    if pair is None:
+        raise BadRow(f"text is no JSON of {', '.join(_JSON_PAIR)}")
+    return read_pair(dict(row) | pair)
+
+
+def is_json_pair(row: Row) -> bool:
+    """Whether a row is of `read_json_pair`."""
+    return _pair_in(row) is not None
+
+
+def _pair_in(row: Row) -> dict[str, Any] | None:
+    """The pair in a row's text; None if it is another text."""
+    text = row.get("text")
+    # A text may be long, and most are documents.
+    if not isinstance(text, str) or not text.lstrip().startswith("{"):
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        pair = json.loads(text)
+        if isinstance(pair, dict) and pair.keys() >= {*_JSON_PAIR}:
+            return {name: pair[name] for name in _JSON_PAIR}
+    return None
+
+
 def read_with_teacher(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
     """A row as the student sees it, and `for_teacher`, with the same images. Raises BadRow."""
     sides = [read(row), read(for_teacher(row, asked))]
@@ -129,6 +173,8 @@ def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
         names: as in `Reading`.
     """
     column_of = {ours: column for column, ours in names.items()}
+    if "rejected_response" in column_of:
+        return [f"ignore={column_of['rejected_response']}"], "messages"
     chosen = column_of["chosen"]
     name = _prompt_name({ours: row.get(column) for ours, column in column_of.items()})
     turns = row[chosen]
