@@ -12,7 +12,7 @@ from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.image_memory import image_bytes
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.speed import seconds_per_pass
-from fsdp_qlora.training.generation.model_cache import LENGTH_MULTIPLE
+from fsdp_qlora.training.generation.model_cache import LENGTH_MULTIPLE, shares_prompts
 from fsdp_qlora.utils.text import GIB, format_bytes
 
 _LEAST_ON_CPU = GIB  # bytes for the completions of a rank on a CPU, whose steps may need less
@@ -31,6 +31,8 @@ class AnswerSize(NamedTuple):
     """Tokens of the answer."""
     image_values: int = 0
     """The number of values that the processor makes of the prompt's images."""
+    per_prompt: int = 1
+    """The number of answers to each prompt, which follow each other."""
 
 
 class Generation(NamedTuple):
@@ -111,9 +113,17 @@ def plan_generation(
     longest = -(-size.longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     least_new = 1 if has_turns else size.most_new
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, least_new, itemsize)
-    answer_bytes += _bytes_of_images(placed, size.image_values)
+    images = _bytes_of_images(placed, size.image_values)
+    # Ranks take turns, and answers of a batch have the images of their prompt in common.
+    together = max(1, size.per_prompt // model.machine.world_size)
+    if not shares_prompts(model.meta.model):
+        together = 1
+    answer_bytes += -(-images // together)
     per_rank = -(-num_answers // model.machine.world_size)
     towers = _bytes_of_towers(placed) if size.image_values else 0
+    if together > 1:
+        # A batch may end within the answers to a prompt.
+        towers += images
     room = _room(placed) - towers
     at_a_time = min(per_rank, max(1, room // answer_bytes))
     gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes + towers, free)
@@ -159,10 +169,7 @@ def _room(placed: PlacedModel) -> int:
 
 
 def _bytes_of_images(placed: PlacedModel, num_values: int) -> int:
-    """Bytes for a prompt's images in the pass over prompts, at most.
-
-    Answers to one prompt share them, which is not counted.
-    """
+    """Bytes for a prompt's images in the pass over prompts, at most."""
     if not num_values:
         return 0
     towers = placed.model.meta.parts.towers.values()

@@ -117,7 +117,8 @@ def plan_own_generation(
     num_answers = schedule.global_batch_size
     longest = int(data.lengths.max())
     values = int(data.known_rows.images.num_values.max(initial=0))
-    size = AnswerSize(longest, config.max_completion_length, values)
+    per_prompt = schedule.num_generations
+    size = AnswerSize(longest, config.max_completion_length, values, per_prompt)
     return _plan_answers(config, placed, num_answers, size, free)
 
 

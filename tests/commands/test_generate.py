@@ -220,6 +220,15 @@ def test_draws_follow_temperature_top_p_and_seed():
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_some_tokens_are_never_drawn_and_unknown_ones_are_passed_over():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    draws = Draws(SamplingOptions(temperature=2.0, never=(0, 2, 4, 151655)), [0])
+    assert {int(draws(logits)) for _ in range(100)} == {1, 3}
+    assert logits[0, 0] == 3
+    greedy = Draws(SamplingOptions(never=(0,)), [0])
+    assert int(greedy(logits)) == 1
+
+
 def test_noise_on_a_cpu_is_what_torch_draws():
     sources = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     noise = exponential_like(torch.zeros(2, 5000), sources)

@@ -1,14 +1,21 @@
 """The passes over prompts and tokens, against transformers' own generation."""
 
+import os
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from fsdp_qlora.data.batches.row_images import RowImages
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.replayed import Replayed
-from fsdp_qlora.training.generation import token_graphs
+from fsdp_qlora.training.generation import generator, token_graphs
 from fsdp_qlora.training.generation.model_cache import (
     LENGTH_MULTIPLE,
     RoomyLayer,
@@ -17,6 +24,9 @@ from fsdp_qlora.training.generation.model_cache import (
     shares_prompts,
 )
 from fsdp_qlora.training.generation.passes import Batch, Passes
+from fsdp_qlora.training.generation.sampling import SamplingOptions
+from fsdp_qlora.utils.errors import UserError
+from tests.helpers.run import on_ranks
 
 NEW_TOKENS = 10
 SIZES = {
@@ -177,3 +187,25 @@ def test_a_block_that_cannot_be_captured_runs_without_a_graph(monkeypatch, caplo
     assert len(graphs) == 2
     assert "Answers: no graphs (operation not permitted" in caplog.text
     assert "not permitted" in token_graphs.why_not_graphed(model, 20)
+
+
+def _answer_to_an_image_on_rank_0() -> int:
+    rank = int(os.environ["RANK"])
+    ranks = Ranks(rank, rank, 2, 2, torch.device("cpu"))
+    start_process_group(ranks)
+    precision = PRECISIONS["fp32"]
+    stops: Any = None
+    answers = generator.TextGenerator(_model("llama"), ranks, precision, stops, SamplingOptions())
+    shown = RowImages(np.zeros((1, 16), np.uint8), np.array([[1, 9]]))
+    with (
+        mock.patch.object(generator, "cache_argument", lambda model: None),
+        pytest.raises(UserError, match="LlamaForCausalLM has no cache, so it cannot answer to im"),
+    ):
+        answers.generate({rank: [5, 9]}, images=None if rank else {0: shown})
+    stop_process_group()
+    return 0
+
+
+def test_all_ranks_refuse_an_image_of_one_of_them_without_a_cache(tmp_path):
+    statuses, output = on_ranks(2, _answer_to_an_image_on_rank_0, (), tmp_path)
+    assert statuses == [0, 0], output

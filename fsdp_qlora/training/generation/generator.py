@@ -23,11 +23,12 @@ from fsdp_qlora.model.kernels.in_use import GRAPHS, ways_in_use
 from fsdp_qlora.model.quantizers.decoded_once import decoded_once
 from fsdp_qlora.sharding.groups import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
-from fsdp_qlora.training.generation.model_cache import shares_prompts
+from fsdp_qlora.training.generation.model_cache import cache_argument, shares_prompts
 from fsdp_qlora.training.generation.passes import Batch, Passes
 from fsdp_qlora.training.generation.prompt_images import NONE_SHOWN, ShownImages
 from fsdp_qlora.training.generation.sampling import Completion, Draws, SamplingOptions, Stops
 from fsdp_qlora.training.generation.token_graphs import say_no_graphs, why_not_graphed
+from fsdp_qlora.utils.errors import UserError
 
 # Tokens of an answer from which graphs are worth their captures, which take as long as two tokens.
 _GRAPHED_TOKENS = 16
@@ -163,6 +164,11 @@ class TextGenerator:
         shown = NONE_SHOWN
         # Gathering towers is collective: a rank without images takes part if another one has some.
         if any(has_images for _, _, has_images in of_ranks):
+            if cache_argument(model) is None:
+                # Passes after the first do not get the images again.
+                raise UserError(
+                    f"{type(model).__name__} has no cache, so it cannot answer to images."
+                )
             shown = ShownImages(self._image_inputs, [*find_towers(model).values()])
         decoding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._weights.are_decoded:

@@ -109,8 +109,6 @@ class Passes:
         self._is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
         self._parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = cache_argument(model)
-        # Later passes do not get the images again.
-        assert self._cache_name or not self._images, "answers to images need a cache"
         self._most = most
         self._graphs: TokenGraphs | None = None
         self._has_token = False

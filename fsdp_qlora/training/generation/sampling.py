@@ -52,7 +52,7 @@ class Draws:
     def __init__(self, options: SamplingOptions, seeds: Sequence[int]) -> None:
         self._seeds = seeds
         self._is_plain = options.plain_logps
-        self._never = [*options.never]
+        self._never = options.never
         temperature = float(options.temperature)
         self._is_greedy = not temperature and not self._is_plain
         # The order of transformers' own `generate`: top_p counts what temperature and top_k leave.
@@ -67,6 +67,7 @@ class Draws:
         if options.top_p < 1:
             self._warpers.append(TopPLogitsWarper(float(options.top_p)))
         # Made at the first call, which shows the device of the logits.
+        self._never_drawn: torch.Tensor | None = None
         self._sources: list[torch.Generator] = []
         self.logps: list[torch.Tensor] = []
 
@@ -77,8 +78,7 @@ class Draws:
         """
         scores = logits
         if self._never:
-            scores = logits.clone()
-            scores[:, self._never] = -torch.inf
+            scores = logits.index_fill(1, self._unwanted(logits), -torch.inf)
         if self._is_greedy:
             return scores.argmax(dim=-1)
         for warper in self._warpers:
@@ -98,6 +98,14 @@ class Draws:
         else:
             self.logps.append(probabilities.gather(1, drawn).log())
         return drawn[:, 0]
+
+    def _unwanted(self, logits: torch.Tensor) -> torch.Tensor:
+        """The tokens that are not drawn, int64, on the device of the logits [B, V]."""
+        if self._never_drawn is None:
+            # A configuration may name tokens of other media that the model has no logits for.
+            known = [token for token in self._never if 0 <= token < logits.shape[1]]
+            self._never_drawn = torch.tensor(known, dtype=torch.long, device=logits.device)
+        return self._never_drawn
 
 
 def exponential_like(scores: torch.Tensor, sources: Sequence[torch.Generator]) -> torch.Tensor:
