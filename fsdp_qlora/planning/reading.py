@@ -18,7 +18,7 @@ from fsdp_qlora.data.options import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import RunData, read_rows
 from fsdp_qlora.data.taken_rows import NeededRows
 from fsdp_qlora.data.text.chat_template import ChatTemplate
-from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.image_processor import NO_FILES, ImageProcessor
 from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.data.text.turn_parts import has_end_of_reasoning
 from fsdp_qlora.model.architecture.config import most_positions
@@ -127,9 +127,14 @@ def read_planned_rows(
         UserError: as of `read_rows`.
     """
     model = _learning(config, plan)
+    options = options_for(
+        pick_data(config, tools=tools), model, keeps_template=decisions.fills_template
+    )
+    if model.takes_images and options.text.image_processor is None:
+        log.info("Images cannot be used: the folder of %s %s.", model.name, NO_FILES)
     data = read_rows(
         plan.tokenizer,
-        options_for(pick_data(config, tools=tools), model, keeps_template=decisions.fills_template),
+        options,
         vocab_size=plan.meta.model.get_input_embeddings().num_embeddings,
         longest=most_positions(plan.config),
         needed=None if data_size is None else needed_of(config, decisions, data_size),

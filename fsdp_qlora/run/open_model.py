@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.row_images import RowImages
-from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.image_processor import NO_FILES, ImageProcessor
 from fsdp_qlora.model.architecture.tokenizer import load_tokenizer
 from fsdp_qlora.model.kernels.in_use import use_ways
 from fsdp_qlora.planning.generation import AnswerSize, plan_generation
@@ -203,6 +203,8 @@ def open_format(
     record = trained_prompt or chosen_format(
         config.dataset_format, config.prompt_template, plan.tokenizer
     )
+    if plan.meta.parts.towers and processor is None:
+        return PromptFormat(plan.tokenizer, record, None, f"the model's folder {NO_FILES}")
     return PromptFormat(plan.tokenizer, record, processor)
 
 

@@ -16,6 +16,8 @@ from fsdp_qlora.planning.generation import AnswerSize, plan_generation
 from fsdp_qlora.planning.machine import Machine
 from fsdp_qlora.planning.placement import place
 from fsdp_qlora.planning.plan import plan_model
+from fsdp_qlora.training.generation.prompt_format import read_questions
+from fsdp_qlora.utils.errors import UserError
 from tests.commands.test_evaluate import measured
 from tests.commands.test_generate import LENGTH, generate
 from tests.helpers.metrics import read_metrics
@@ -225,6 +227,35 @@ def test_a_model_of_text_refuses_images_before_weights_are_read(models, tmp_path
     assert "--prompt: the prompt cannot be used: it shows images, and the model takes text" in (
         capsys.readouterr().err
     )
+
+
+def test_the_files_are_named_that_a_folder_of_a_model_for_images_lacks(base, tmp_path, capsys):
+    lacking = tmp_path / "model"
+    lacking.mkdir()
+    for path in Path(base).iterdir():
+        if path.is_file() and "processor_config" not in path.name:
+            (lacking / path.name).symlink_to(path)
+    picture(30, 20, seed=0).save(tmp_path / "a.png")
+    argv = flags(model_name=lacking, prompt="so", image=tmp_path / "a.png", **OPTIONS)
+    assert main(["generate", *argv, "--nproc_per_node", "1"]) == 2
+    lacks = "folder has neither processor_config.json nor preprocessor_config.json"
+    assert f"it shows images, and the model's {lacks}" in capsys.readouterr().err
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "so <image>"}])
+    with pytest.raises(UserError, match=r"rows.jsonl:1 .* it shows <image>, and no image is given"):
+        read_questions(rows)
+
+
+def test_a_plan_counts_the_images_of_a_prompt_once_for_its_answers(base):
+    config = TrainConfig(model_name=str(base), train_type="lora", precision="fp32")
+    machine = Machine.of(config, Ranks(0, 0, 1, 1, torch.device("cpu")))
+    placed = place(config, plan_model(config, machine, None))
+    alone, of_eight = (
+        plan_generation(placed, 4000, AnswerSize(64, 8, 5_000_000, number), free=None)
+        for number in (1, 8)
+    )
+    # A part of the answers to a prompt may be in another batch.
+    assert 5 * alone.at_a_time < of_eight.at_a_time <= 8 * alone.at_a_time
+    assert of_eight.cache < 2**30
 
 
 def test_a_plan_answers_fewer_prompts_at_a_time_with_large_images(base):

@@ -25,6 +25,8 @@ from fsdp_qlora.utils.text import first_line
 
 # The files of which transformers' processors read their settings; a model of text has neither.
 _FILES = ("processor_config.json", "preprocessor_config.json")
+NO_FILES = f"has neither {_FILES[0]} nor {_FILES[1]}"
+"""Why the folder of a model for images has no processor, as the end of a sentence."""
 _TOKENS = ("input_ids", "attention_mask")
 _TRIED = (224, 224)  # pixels of an image that tells what the processor gives
 _USUAL = (1024, 1024)

@@ -65,6 +65,7 @@ class PromptFormat:
     Args:
         record: of data/text/rendering.py.
         image_processor: the model's; None if it takes no images.
+        no_images: why it takes none, as the end of a sentence.
     Attributes:
         stop_text: what ends an answer besides the tokenizer's end token; empty if nothing does.
         keeps_history: whether a prompt begins with earlier questions and answers.
@@ -75,8 +76,10 @@ class PromptFormat:
         tokenizer: PreTrainedTokenizerBase,
         record: Mapping[str, Any],
         image_processor: ImageProcessor | None = None,
+        no_images: str = "the model takes text alone",
     ) -> None:
         self._tokenizer = tokenizer
+        self._no_images = no_images
         self._takes_images = image_processor is not None
         self._kind = record["kind"]
         self._worker = TemplateWorker()
@@ -105,7 +108,7 @@ class PromptFormat:
         """
         try:
             if shows_images(content) and not self._takes_images:
-                raise BadRow("it shows images, and the model takes text alone")
+                raise BadRow(f"it shows images, and {self._no_images}")
             rendered = self._renderer.prompt(_of_kind(content, self._kind))
             images = RowImages.of_one_row(rendered.images, rendered.image_values)
             return EncodedPrompt(encode_prompt(rendered, self._tokenizer), images)
