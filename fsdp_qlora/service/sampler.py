@@ -1,6 +1,7 @@
 """Answers to requests for samples, from one adapter at a time or from the base."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -177,7 +178,13 @@ class RequestSampler:
         most_values = max(each.images.num_values for each in requests)
         size = AnswerSize(longest, drawing.max_tokens, most_values)
         plan = plan_generation(self.placed, len(asked), size, self.free)
+        # All prompts have images, or none has.
+        images = [each.images.row for each, _ in asked if each.images]
+        inputs = trainer.collator.image_inputs
         options = drawing.options()
+        if images and inputs is not None:
+            # A client could not train on such an answer: it would show an image that is not there.
+            options = dataclasses.replace(options, never=inputs.processor.image_ids)
         stops = self.stops(drawing)
         generator = TextGenerator(
             trainer.model,
@@ -186,14 +193,12 @@ class RequestSampler:
             stops,
             options,
             KeptWeights(plan.decoded > 0, plan.stays),
-            trainer.collator.image_inputs,
+            inputs,
         )
         # A sample depends on its request's seed and its number alone, whatever is answered with it.
         seeds = [derive_seed("sample", each.seed, sample) for each, sample in asked]
         with kept_gathered(trainer.model) if plan.gathered else contextlib.nullcontext():
             prompts = [each.prompt for each, _ in asked]
-            # All prompts have images, or none has.
-            images = [each.images.row for each, _ in asked if each.images]
             answers = iter(
                 generator.answer_all(
                     prompts, plan.at_a_time, self.beat, seeds, images=images or None

@@ -39,6 +39,8 @@ class SequenceImages:
     """The hexadecimal name of each image, in the order in which they are shown."""
     num_values: int = 0
     """The numbers that the processor makes of them."""
+    num_pixels: int = 0
+    """The pixels of their files, each of which has been unpacked once."""
     contents: dict[str, np.ndarray] = field(default_factory=dict)
     """The files' bytes by these names, uint8."""
 
@@ -103,6 +105,7 @@ class SequenceReader:
         self._images_left -= len(sent)
         if self._images_left < 0:
             raise UserError(f"The request has more than {_MAX_IMAGES:,} images. Send fewer.")
+        pixels_left = self._pixels_left
         try:
             written, num_values = self._written(self._base.processor, sent, what)
         except BadRow as error:
@@ -114,7 +117,8 @@ class SequenceReader:
             name: np.frombuffer(image.content, np.uint8)
             for name, image in zip(names, sent, strict=True)
         }
-        return np.concatenate(parts), SequenceImages(names, num_values, contents)
+        num_pixels = pixels_left - self._pixels_left
+        return np.concatenate(parts), SequenceImages(names, num_values, num_pixels, contents)
 
     def refuse_image_tokens(self, pieces: Pieces, what: str) -> None:
         """Refuse tokens at which the model would look for an image that is not there.

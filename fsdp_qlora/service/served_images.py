@@ -8,14 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.row_images import images_of_rows
 from fsdp_qlora.data.batches.rows import NO_ROWS
 from fsdp_qlora.data.content import most_row_bytes
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.image_processor import NO_FILES, ImageProcessor
 from fsdp_qlora.data.text.image_store import read_sent
+from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.planning.image_memory import image_bytes
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.service.messages import rows_of_tokens
@@ -27,6 +29,7 @@ log = logging.getLogger("fsdp_qlora")
 _TRIED = (224, 224, 3)  # pixels in RGB of the image that is tried at the start
 _NUM_TOKENS = 8  # of text around it
 _MILLION = 10**6
+_BY_GLOO = torch.device("cpu")
 
 
 class ServedImages:
@@ -46,7 +49,7 @@ class ServedImages:
 
     def __init__(self, config: TrainConfig, plan: ModelPlan) -> None:
         self._contents: Mapping[str, np.ndarray] = {}
-        self.base = self._base(config, plan)
+        self.base = self._agreed(self._base(config, plan))
         self.value_bytes = math.inf
         if self.base.processor is not None:
             towers = plan.meta.parts.towers.values()
@@ -61,15 +64,30 @@ class ServedImages:
             return BaseImages(refusal="--context_parallel_size divides rows of text: leave it out")
         processor = ImageProcessor.find(plan.folder, name, self._load)
         if processor is None:
-            return BaseImages(refusal=f"the folder of {name} has no processor of images")
+            return BaseImages(refusal=f"the folder of {name} {NO_FILES}")
         try:
             # The first use loads it: what it lacks is said now.
-            tokens = processor.image_ids
+            tokens = ", ".join(map(str, sorted(processor.image_ids)))
+            log.debug("These tokens stand for images: %s.", tokens)
         except UserError as error:
             log.info("Images are not served. %s", error)
             return BaseImages(refusal=f"images are not served: {str(error).rstrip('.')}")
-        log.info("Images are served (tokens %s).", ", ".join(map(str, sorted(tokens))))
         return BaseImages(processor)
+
+    def _agreed(self, own: BaseImages) -> BaseImages:
+        """What all ranks serve: no images if one of them lacks what they need.
+
+        Others would wait for that one in the passes that try an image.
+        """
+        refusals = all_gather_strings("" if own.processor else own.refusal, _BY_GLOO)
+        for rank, refusal in enumerate(refusals):
+            if refusal and own.processor:
+                log.info("Images are not served, as on rank %d: %s.", rank, refusal)
+            if refusal:
+                return BaseImages(refusal=refusal)
+        if own.processor:
+            log.info("Images are served.")
+        return own
 
     def _load(self, name: bytes) -> Any:
         return read_sent(self._contents[name.hex()].tobytes(), most_row_bytes() // 3)

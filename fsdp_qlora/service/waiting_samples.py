@@ -6,11 +6,17 @@ from fsdp_qlora.service.command_reader import CommandReader, WantedSample
 from fsdp_qlora.service.reasons import reason_of
 from fsdp_qlora.service.records import QueuedRequest
 from fsdp_qlora.service.request_queue import RequestQueue
-from fsdp_qlora.service.sampling import SampleGroup
+from fsdp_qlora.service.sampling import SampleGroup, SampleRequest
 from fsdp_qlora.training.generation.sampling import Completion
 
 # Tokens of waiting prompts that are looked at for those to answer together; what is read is kept.
 _MAX_LOOKED_AT = 2**22
+# What counts as a token: bytes of images, which take as much memory, and pixels, which take time to
+# unpack. Small files may have many, and the other ranks wait meanwhile.
+_BYTES_OF_TOKEN = 8
+_PIXELS_OF_TOKEN = 64
+# For a request that cannot be read: how much of it was read before is unknown.
+_UNREADABLE = _MAX_LOOKED_AT // 8
 
 
 class WaitingSamples:
@@ -54,13 +60,12 @@ class WaitingSamples:
             if other.id in self.alone:
                 continue
             beside = self._read_other(other)
-            if beside is None:
-                continue
-            # As much memory as the bytes of images take.
-            looked_at += len(beside.request.prompt) + beside.request.images.num_bytes // 8
+            looked_at += _UNREADABLE if beside is None else _size_of(beside.request)
             if looked_at > _MAX_LOOKED_AT:
                 return
-            if not beside.is_alike(wanted) or not group.has_room_for(beside.request):
+            if beside is None or not beside.is_alike(wanted):
+                continue
+            if not group.has_room_for(beside.request):
                 continue
             if self.queue.remove_sample(other.id) is None:
                 # It has been cancelled.
@@ -85,3 +90,13 @@ class WaitingSamples:
             if self.queue.remove_sample(request.id) is not None:
                 self._fail(request, reason_of(error, "read"))
             return None
+
+
+def _size_of(request: SampleRequest) -> int:
+    """How much a request takes to read and to keep, in tokens."""
+    images = request.images
+    of_images = max(
+        images.num_bytes // _BYTES_OF_TOKEN,
+        images.num_pixels // _PIXELS_OF_TOKEN,
+    )
+    return len(request.prompt) + of_images

@@ -10,6 +10,7 @@ import tinker
 import torch
 from tinker import RequestFailedError, types
 
+from fsdp_qlora.data.text.image_processor import ImageProcessor
 from tests.parity.test_image_rows import FAMILIES, make_family
 from tests.parity.test_images import Image  # which skips these, too, where images cannot be read
 from tests.rollouts.lora_server import LoraServer
@@ -70,7 +71,7 @@ def trained(service: Service) -> tuple[tinker.SamplingClient, PlainWithImages]:
     return sampler, PlainWithImages(service.model, service.saved(path))
 
 
-def test_samples_of_prompts_with_images_have_the_logprobs_of_peft(trained):
+def test_samples_of_prompts_with_images_have_the_logprobs_of_peft(service, trained):
     sampler, plain = trained
     pictures = plain.pictures
     prompts = [pictures.prompt(seed, num_images) for seed, num_images in ((1, 2), (2, 1), (3, 0))]
@@ -87,6 +88,12 @@ def test_samples_of_prompts_with_images_have_the_logprobs_of_peft(trained):
             found = sampler.compute_logprobs(whole).result()
             assert found[0] is None
             assert_equal([torch.tensor(found[1:])], [expected])
+    hot = types.SamplingParams(max_tokens=16, temperature=9.0, seed=3, stop=[])
+    drawn = sampler.sample(prompts[0], 64, hot).result().sequences
+    # Data with them would be refused.
+    processor = ImageProcessor(Path(service.model), "model")
+    image_ids = {*processor.image_ids}
+    assert not image_ids & {token for each in drawn for token in each.tokens}
 
 
 def test_greedy_answers_to_images_equal_those_of_peft(trained):
