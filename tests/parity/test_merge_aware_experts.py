@@ -20,10 +20,10 @@ from tests.helpers.metrics import read_metrics
 from tests.helpers.models import PROBE, Models
 from tests.helpers.reference import batch_loss, encode, load_base, step_plainly
 from tests.helpers.rows import make_rows, write_rows
-from tests.helpers.run import all_slow_but, flags, train_ok
+from tests.helpers.run import all_slow_but, flags, on_ranks, train_ok
 from tests.loading.test_prequantized import FP8_FORMS, save_fp8, save_mxfp4, set_config
 from tests.loading.test_published import save_experts_in_nvfp4
-from tests.parity.test_experts import FAMILIES
+from tests.parity.test_experts import FAMILIES, train_padded
 from tests.parity.test_merge_aware import (
     RUN,
     STEPS,
@@ -194,6 +194,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks": (2, {}),
     "1 rank": (1, {"recompute": "none"}),
     "2 ranks, offloaded": (2, {"use_cpu_offload": True, "recompute": "all"}),
+    "2 ranks, padded": (2, {"verbose": True}),
 }
 CASES = [f"{form}, 2 ranks" for form in FORMS] + [
     f"gpt_oss, {way}" for way in WAYS if way != "2 ranks"
@@ -209,10 +210,16 @@ def test_merge_aware_training_of_experts_equals_a_plain_loop(case, models, tmp_p
     source = models(family, **FAMILIES[family])
     losses, norms, adapter = train_plainly(source, folder, form, rows)
     ranks, options = WAYS[way]
-    options = RUN | options_of(form) | options
+    options = RUN | options_of(form) | {"batch_size": 8 // ranks} | options
+    options |= {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
     out = tmp_path / "out"
-    data = write_rows(tmp_path / "rows.jsonl", rows)
-    train_ok(ranks, out, model_name=folder, dataset=data, batch_size=8 // ranks, **options)
+    if "padded" in way:
+        usual = {"output_dir": out, "log_to": "stdout", "context_length": 512, "quant_cache": "off"}
+        argv = flags(**usual, **options)
+        statuses, output = on_ranks(ranks, train_padded, (argv,), tmp_path / "logs")
+        assert statuses == [0] * ranks and "rows of padding for" in output, output[-4000:]
+    else:
+        train_ok(ranks, out, **options)
     assert read_metrics(out) == pytest.approx(losses, rel=1e-6)
     assert read_metrics(out, "grad_norm") == pytest.approx(norms, rel=1e-5)
     saved = load_file(out / "adapter_model.safetensors")
