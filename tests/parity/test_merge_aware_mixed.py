@@ -1,5 +1,6 @@
 """`--merge_aware` on bases that have their layers in several formats, and some in 16 bits."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 
 from fsdp_qlora.__main__ import main
 from tests.helpers.metrics import read_metrics
-from tests.helpers.models import Models
+from tests.helpers.models import Models, edit_weights
 from tests.helpers.reference import batch_loss, encode, load_base, step_plainly
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import flags, train_ok
@@ -133,3 +134,28 @@ def test_16_bits_that_a_run_does_not_keep_are_refused(option, models, tmp_path, 
     assert "q_proj.weight is bfloat16 in the base's files, and this run keeps it in float16" in said
     better = {"precision": "fp32", "lora_target_modules": "k_proj,v_proj,o_proj"}
     train_ok(1, tmp_path / "better", **RUN | options | {option: better[option]})
+
+
+def test_the_settings_of_a_servers_cache_stay_in_a_merged_model(models, tmp_path):
+    base = save_mixed(models, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme | {"dynamic": False}
+    (base / "config.json").write_text(json.dumps(config))
+    scales = {
+        f"model.layers.{block}.self_attn.{name}_scale": torch.tensor([0.5 + block])
+        for block in range(2)
+        for name in "kv"
+    }
+    edit_weights(base, lambda stored: stored.update(scales))
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    out = tmp_path / "out"
+    options = {"batch_size": 8, "max_steps": 1, "allow_unquantized": True}
+    train_ok(1, out, model_name=base, dataset=rows, **RUN | options)
+    # `--format same` is what an adapter of such a run gets anyway.
+    for name, words in (("merged", []), ("same", ["--format", "same"])):
+        assert main(["merge", str(out), "--out", str(tmp_path / name), *words]) == 0
+        merged = json.loads((tmp_path / name / "config.json").read_text())
+        assert merged["quantization_config"] == config["quantization_config"]
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(tensors[path], value) for path, value in scales.items())
