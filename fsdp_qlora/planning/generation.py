@@ -113,17 +113,11 @@ def plan_generation(
     longest = -(-size.longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     least_new = 1 if has_turns else size.most_new
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, least_new, itemsize)
-    images = _bytes_of_images(placed, size.image_values)
-    # Ranks take turns, and answers of a batch have the images of their prompt in common.
-    together = max(1, size.per_prompt // model.machine.world_size)
-    if not shares_prompts(model.meta.model):
-        together = 1
-    answer_bytes += -(-images // together)
-    per_rank = -(-num_answers // model.machine.world_size)
-    towers = _bytes_of_towers(placed) if size.image_values else 0
-    if together > 1:
-        # A batch may end within the answers to a prompt.
-        towers += images
+    num_ranks = model.machine.world_size
+    per_rank = -(-num_answers // num_ranks)
+    images = _plan_images(placed, size, num_ranks)
+    answer_bytes += images.of_answer
+    towers = images.beside
     room = _room(placed) - towers
     at_a_time = min(per_rank, max(1, room // answer_bytes))
     gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes + towers, free)
@@ -146,6 +140,26 @@ def plan_generation(
         )
         seconds = rounds * size.most_new * per_token
     return Generation(at_a_time, per_rank, cache, gathered, decoded, stays, seconds)
+
+
+class _ImageBytes(NamedTuple):
+    """Bytes for the images of prompts: for each answer of a batch, and beside them."""
+
+    of_answer: int
+    beside: int
+
+
+def _plan_images(placed: PlacedModel, size: AnswerSize, num_ranks: int) -> _ImageBytes:
+    if not size.image_values:
+        return _ImageBytes(0, 0)
+    images = _bytes_of_images(placed, size.image_values)
+    towers = _bytes_of_towers(placed)
+    # Ranks take turns, and answers of a batch have the images of their prompt in common.
+    together = size.per_prompt // num_ranks
+    if together <= 1 or not shares_prompts(placed.model.meta.model):
+        return _ImageBytes(images, towers)
+    # A batch may end within the answers to a prompt.
+    return _ImageBytes(-(-images // together), towers + images)
 
 
 def weights_stay(placed: PlacedModel, *, is_gathered: bool = False) -> bool:

@@ -31,7 +31,8 @@ class KnownIntegers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ATEN.masked_select.default:
-            func, args = _ATEN.index.Tensor, (args[0], [args[1]])
+            func = _ATEN.index.Tensor
+            args = (args[0], [args[1]])
         if func in _INDEXED:
             args = (args[0], [*_places(args[1])], *args[2:])
         result = func(*args, **kwargs)

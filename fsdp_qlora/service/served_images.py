@@ -75,7 +75,7 @@ class ServedImages:
         return BaseImages(processor)
 
     def _agreed(self, own: BaseImages) -> BaseImages:
-        """What all ranks serve: no images if one of them lacks what they need.
+        """Agree on what ranks serve: no images if one of them lacks what they need.
 
         Others would wait for that one in the passes that try an image.
         """

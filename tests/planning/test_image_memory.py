@@ -88,7 +88,7 @@ def test_images_are_planned_to_keep_what_they_keep(family, image, recompute, tmp
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_a_reference_is_planned_beside_what_images_keep(family, tmp_path: Path):
+def test_a_reference_is_planned_beside_what_images_keep(family, tmp_path):
     folder = make_multimodal(tmp_path, family)
 
     def memory_of(*, adapted: bool) -> ImageMemory:
@@ -99,8 +99,8 @@ def test_a_reference_is_planned_beside_what_images_keep(family, tmp_path: Path):
             add_adapters(model, "lora", targets, LoraOptions(rank=4))
         return ImageMemory(ModelParts(model.to("meta")), PRECISIONS["fp32"])
 
-    num_values = sum(value.numel() for value in IMAGE.values())
-    lengths = Lengths([64], image_values=num_values, example_image=IMAGE)
+    num_values = sum(value.numel() for value in QWEN.values())
+    lengths = Lengths([64], image_values=num_values, example_image=QWEN)
     adapted = memory_of(adapted=True)
     for keeps_inputs_only in (False, True):
         alone = adapted.of(lengths, keeps_inputs_only=keeps_inputs_only)

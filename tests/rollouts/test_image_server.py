@@ -200,9 +200,7 @@ def test_a_server_that_sees_other_tokens_ends_the_run(image_engine, server, prom
     assert len(str(caught.value)) < 1000
 
 
-def test_answers_to_images_without_numbers_or_with_image_tokens_end_the_run(
-    image_engine, server, prompt
-):
+def test_answers_without_numbers_or_with_image_tokens_end_the_run(image_engine, server, prompt):
     image = prompt.never[0]
     for change, said in (
         ({"logprobs": None}, "none. It must answer `logprobs: 0`"),

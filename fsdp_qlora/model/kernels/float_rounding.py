@@ -144,7 +144,7 @@ def _scale_code(largest, factor, DIVIDES: tl.constexpr, MULTIPLIES: tl.constexpr
 
 @jit
 def _code(x):
-    """The codes of float32 values, ties to even; of larger ones the largest."""
+    """The codes nearest to float32 values, ties to even. Larger values have the largest."""
     size = magnitude(x).to(tl.float32, bitcast=True)
     code = 7 - (size <= 0.25).to(tl.int32) - (size < 0.75).to(tl.int32)
     code -= (size <= 1.25).to(tl.int32) + (size < 1.75).to(tl.int32)
