@@ -144,6 +144,8 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Models, tmp_pat
     tiny = models()
     expanded = tmp_path / "expanded"
     assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
+    quantized = tmp_path / "quantized"
+    assert beside.main(["quantize", str(tiny), *flags(out=quantized, format="nvfp4")]) == 0
     rows = write_rows(tmp_path / "rows.jsonl", made := make_rows(200))
     pairs = [
         {"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]}
@@ -179,6 +181,8 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Models, tmp_pat
             if "--lora_target_parameters" in argv
             else expanded
             if "expanded" in argv
+            else quantized
+            if "--merge_aware" in argv
             else tiny,
             "dataset": write_rows(tmp_path / "pairs.jsonl", pairs)
             if "--objective" in argv
