@@ -54,6 +54,7 @@ PARTS: dict[str, Part] = {
     "box": Part(40),
     "kernels": Part(60, ("tests/gpu/test_kernels.py",)),
     "ways": Part(90),
+    "rounding": Part(60),
     "attention": Part(60),
     "graphs": Part(90),
     "speed": Part(150),

@@ -19,7 +19,15 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from benchmarks import gpu_answers, gpu_graphs, gpu_host, gpu_kernels, gpu_parts, gpu_ways
+from benchmarks import (
+    gpu_answers,
+    gpu_graphs,
+    gpu_host,
+    gpu_kernels,
+    gpu_parts,
+    gpu_rounding,
+    gpu_ways,
+)
 from benchmarks.common import is_stand_in
 from benchmarks.gpu_parts import (
     build,
@@ -264,6 +272,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
     **gpu_parts.MEASURES,
     "speed": gpu_ways.measure_speed,
     "ways": gpu_kernels.measure_ways,
+    "rounding": gpu_rounding.measure_rounding,
     "host_activations": gpu_host.measure_host_activations,
     "attention": gpu_ways.measure_attention,
     "decode": gpu_answers.measure_decode,

@@ -58,7 +58,7 @@ def updated(
 
 @jit
 def divisor(scale):
-    """What values are divided by, float32: a scale of zero has codes of zero."""
+    """The float32 divisor of values for a scale. A scale of zero has codes of zero."""
     return tl.where(scale == 0.0, float("inf"), scale)
 
 

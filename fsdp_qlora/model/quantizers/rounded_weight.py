@@ -106,7 +106,7 @@ class RoundedWeight(QuantizedWeight):
         raise NotImplementedError
 
     def round_by_kernel(self, matrix: Matrix, update: Update, tensors: Any) -> Any:
-        """What `round_part` returns for a matrix [out, in] of the weight with its update."""
+        """Round a matrix [out, in] of the weight with its update, to what `round_part` returns."""
         raise NotImplementedError
 
     def rounded_parts(self, matrix: Matrix, update: Update, tensors: Any) -> list[Any]:
