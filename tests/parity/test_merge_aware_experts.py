@@ -22,7 +22,7 @@ from tests.helpers.reference import batch_loss, encode, load_base, step_plainly
 from tests.helpers.rows import make_rows, write_rows
 from tests.helpers.run import all_slow_but, flags, on_ranks, train_ok
 from tests.loading.test_prequantized import FP8_FORMS, save_fp8, save_mxfp4, set_config
-from tests.loading.test_published import save_experts_in_nvfp4
+from tests.loading.test_published import save_compressed, save_experts_in_nvfp4
 from tests.parity.test_experts import FAMILIES, train_padded
 from tests.parity.test_merge_aware import (
     RUN,
@@ -278,3 +278,12 @@ def test_merge_writes_the_very_experts_that_a_run_evaluated(case, models, tmp_pa
         with torch.no_grad():
             logits = model(input_ids=PROBE).logits
         assert (logits - load_file(logits_file)["logits"]).abs().max() < 1e-5
+
+
+def test_experts_outside_the_format_are_refused_before_training(models, tmp_path, capsys):
+    source = models("qwen3_moe", **FAMILIES["qwen3_moe"])
+    save_compressed(source, tmp_path / "base", "nvfp4", ignore=("lm_head", "re:.*mlp.gate$"))
+    argv = flags(model_name=tmp_path / "base", merge_aware=True, allow_unquantized=True, **EXPERTS)
+    assert main(["train", *argv, "--dataset", "alpaca_demo", "--dry_run", "true"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "experts.gate_up_proj is not" in said and "--lora_target_parameters" in said
