@@ -14,6 +14,9 @@ class BothStates(torch.Tensor):
     of their tokens. Each function of torch that it calls for the policy's is called for the
     reference's, too. What a function takes besides is the same for both. Features of images may
     be such tensors themselves, where their towers have adapters.
+
+    Raises:
+        TypeError: by a function that would write both into one plain tensor.
     """
 
     policy: torch.Tensor
@@ -36,6 +39,8 @@ class BothStates(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         arguments = (args, dict(kwargs or {}))
+        if _writes(func) and args and not isinstance(args[0], cls):
+            raise TypeError("features of images are written into states that both have in common")
         args, named = for_policy(arguments)
         result = func(*args, **named)
         # Hooks, shapes and the like are the policy's alone.
@@ -65,6 +70,13 @@ def put_behind(of_policy: Any, of_reference: Any) -> Any:
 def have_both(values: Any) -> bool:
     """Whether a `BothStates` is among the values."""
     return tree_any(lambda value: isinstance(value, BothStates), values)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function with several tensors changes the first of them."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__"
 
 
 def _is_tensor(value: object) -> bool:

@@ -309,7 +309,8 @@ class ReferencePass:
             self._hidden = None
             states = torch.cat([states, reference], 1)
             if self._towers.have_adapters:
-                # Of each the model's own code changes all tokens. The halves are taken from both.
+                # The next block takes the student's tokens from the one, the teacher's from the
+                # other.
                 states = BothStates.of(states, states.detach().clone())
         else:
             self._hidden = reference

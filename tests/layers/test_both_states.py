@@ -37,3 +37,20 @@ def test_what_is_done_to_the_policy_is_done_to_the_reference(change):
         for states in (both.policy, change(policy, mask, features))
     )
     assert found.equal(expected)
+
+
+@pytest.mark.quick
+def test_both_are_not_written_into_one_plain_tensor():
+    both = BothStates.of(torch.zeros(2), torch.ones(2))
+    plain = torch.zeros(2)
+
+    def write() -> None:
+        plain[:] = both
+
+    for change in (write, lambda: plain.copy_(both)):
+        with pytest.raises(TypeError, match="that both have in common"):
+            change()
+    added = plain
+    # Python then takes the sum for another tensor.
+    added += both
+    assert isinstance(added, BothStates) and not plain.any()
