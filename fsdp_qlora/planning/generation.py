@@ -113,11 +113,13 @@ def plan_generation(
     longest = -(-size.longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     least_new = 1 if has_turns else size.most_new
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, least_new, itemsize)
-    num_ranks = model.machine.world_size
-    per_rank = -(-num_answers // num_ranks)
-    images = _plan_images(placed, size, num_ranks)
-    answer_bytes += images.of_answer
-    towers = images.beside
+    per_rank = -(-num_answers // model.machine.world_size)
+    images = _bytes_of_images(placed, size.image_values)
+    together = _answers_with_common_images(placed, size.per_prompt * per_rank // num_answers)
+    answer_bytes += -(-images // together)
+    towers = _bytes_of_towers(placed) if size.image_values else 0
+    # A batch may begin and end within the answers to a prompt.
+    towers += images * (together > 1)
     room = _room(placed) - towers
     at_a_time = min(per_rank, max(1, room // answer_bytes))
     gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes + towers, free)
@@ -140,26 +142,6 @@ def plan_generation(
         )
         seconds = rounds * size.most_new * per_token
     return Generation(at_a_time, per_rank, cache, gathered, decoded, stays, seconds)
-
-
-class _ImageBytes(NamedTuple):
-    """Bytes for the images of prompts: for each answer of a batch, and beside them."""
-
-    of_answer: int
-    beside: int
-
-
-def _plan_images(placed: PlacedModel, size: AnswerSize, num_ranks: int) -> _ImageBytes:
-    if not size.image_values:
-        return _ImageBytes(0, 0)
-    images = _bytes_of_images(placed, size.image_values)
-    towers = _bytes_of_towers(placed)
-    # Ranks take turns, and answers of a batch have the images of their prompt in common.
-    together = size.per_prompt // num_ranks
-    if together <= 1 or not shares_prompts(placed.model.meta.model):
-        return _ImageBytes(images, towers)
-    # A batch may end within the answers to a prompt.
-    return _ImageBytes(-(-images // together), towers + images)
 
 
 def weights_stay(placed: PlacedModel, *, is_gathered: bool = False) -> bool:
@@ -189,6 +171,14 @@ def _bytes_of_images(placed: PlacedModel, num_values: int) -> int:
     towers = placed.model.meta.parts.towers.values()
     images = image_bytes(towers, num_values, keeps_inputs_only=True)
     return images.pixels + images.at_work
+
+
+def _answers_with_common_images(placed: PlacedModel, count: int) -> int:
+    """How many answers of a rank to the same prompt have its images in common.
+
+    count: of its answers to a prompt.
+    """
+    return max(1, count) if shares_prompts(placed.model.meta.model) else 1
 
 
 def _bytes_of_towers(placed: PlacedModel) -> int:

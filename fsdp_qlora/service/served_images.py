@@ -75,7 +75,7 @@ class ServedImages:
         return BaseImages(processor)
 
     def _agreed(self, own: BaseImages) -> BaseImages:
-        """Agree on what ranks serve: no images if one of them lacks what they need.
+        """Agree with the other ranks: none serves images if one of them lacks what they need.
 
         Others would wait for that one in the passes that try an image.
         """
