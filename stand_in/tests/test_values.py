@@ -66,3 +66,11 @@ def test_a_program_may_have_a_package_tests_beside_it(tmp_path):
     script.write_text("import torch\nprint(torch.ones(3, device='cuda').sum().item())\n")
     [ended] = run([script], tmp_path / "run", settings={"PHANTOM_VALUES": 1}, is_fresh=True)
     assert ended.status == 0 and ended.output.endswith("3.0\n"), ended.output
+
+
+def test_weights_rounded_on_the_device_have_the_bytes_of_the_cpu(tmp_path):
+    program = ROOT / "stand_in/programs/rounded_weights.py"
+    [ended] = run([program], tmp_path, settings={"PHANTOM_VALUES": 1, "PHANTOM_POISON": 1})
+    assert ended.status == 0, ended.output[-4000:]
+    line = next(line for line in ended.output.splitlines() if line.startswith("{"))
+    assert json.loads(line) == {"forms": 7, "unlike": []}

@@ -10,12 +10,13 @@ from torch import nn
 from fsdp_qlora.model.kernels.nf4_rounding import round_absmax, round_blocks
 from fsdp_qlora.model.quantizers import rounded_weight
 from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
-from fsdp_qlora.model.quantizers.e2m1 import Nvfp4Weight, global_scale
+from fsdp_qlora.model.quantizers.e2m1 import Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
 from fsdp_qlora.model.quantizers.rounded_experts import ExpertsUpdate, round_experts
 from fsdp_qlora.model.quantizers.rounded_weight import Update
 from fsdp_qlora.model.quantizers.stored import write_bytes
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
+from tests.helpers.rounded_layers import FORMS, filled
 
 pytestmark = pytest.mark.quick
 
@@ -118,42 +119,6 @@ def test_each_expert_is_rounded_as_a_layer_of_its_own(case: str, monkeypatch):
         assert torch.equal(decoded(alone, again), whole[expert])
 
 
-def filled(kind: str, options: dict[str, Any], values: torch.Tensor) -> Any:
-    """A layer of a quantizer with a weight of these values [out, in]."""
-    linear = nn.Linear(*reversed(values.shape), bias=False, device="meta")
-    layer: Any = QUANTIZERS[kind].linear(linear, compute_dtype=torch.bfloat16, **options)
-    layer.to_empty(device="cpu")
-    if kind == "fp8":
-        scale = torch.full_like(layer.scale, float(values.abs().max() / 448))
-        write_bytes(layer.weight, (values / scale.max()).to(torch.float8_e4m3fn))
-        write_bytes(layer.scale, scale)
-        return layer
-    if kind == "nvfp4":
-        tensors = layer.quantize(values, global_scale(values.abs().max()))
-    else:
-        tensors = layer.quantize(values)
-    if options.get("double_quant"):
-        absmax, nested = layer.quantize_absmax(tensors.absmax)
-        tensors = tensors._replace(absmax=absmax)
-        write_bytes(layer.nested_absmax, nested)
-    for name in ("weight", "scale", "absmax", "global_scale"):
-        if getattr(tensors, name, None) is not None:
-            write_bytes(getattr(layer, name), getattr(tensors, name))
-    return layer
-
-
-# Name -> quantizer and the options of its layers.
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8 rows": ("fp8", {}),
-    "fp8 blocks": ("fp8", {"block": (16, 16)}),
-    "fp8 whole": ("fp8", {"num_parts": 1}),
-    "nvfp4": ("nvfp4", {"num_parts": 1}),
-    "mxfp4": ("mxfp4", {}),
-    "nf4": ("bnb_4bit", {"quant_type": "nf4", "double_quant": True}),
-    "nf4 single": ("bnb_4bit", {"quant_type": "nf4", "double_quant": False}),
-}
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e38], ids=["nan", "inf", "overflow"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_diverged_update_is_not_clipped_to_numbers(form: str, bad: float):
@@ -162,7 +127,7 @@ def test_a_diverged_update_is_not_clipped_to_numbers(form: str, bad: float):
     lora_A = torch.randn(2, 64, generator=generator)
     lora_B = torch.randn(32, 2, generator=generator)
     lora_B[3, 0] = bad
-    layer = filled(*FORMS[form], values)
+    layer = filled(form, values)
     tensors = layer.rounded(Update(lora_A, lora_B, 50.0), layer.tensors())
     assert not layer.decode_tensors(layer.whole, torch.float32, tensors)[3].isfinite().any()
 
@@ -171,18 +136,17 @@ def zeros_of(case: str) -> Any:
     """A layer of whose weights some or all are zero, because scales are."""
     values = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     if case == "fp8 scale of all":
-        layer = filled(*FORMS["fp8 whole"], values)
+        layer = filled("fp8 whole", values)
         write_bytes(layer.scale, torch.zeros(1))
         write_bytes(layer.weight, torch.zeros(32, 64, dtype=torch.uint8))
         return layer
     if case.startswith("fp8"):
-        layer = filled(*FORMS[case], values)
+        layer = filled(case, values)
         rows = layer.block[0]
         layer.scale.view(torch.float32)[0] = 0
         layer.weight.view(torch.uint8)[:rows] = 0
         return layer
-    form, options = FORMS["nvfp4"]
-    layer = filled(form, options | {"multiplies": case == "nvfp4 factor of all"}, values)
+    layer = filled("nvfp4", values, multiplies=case == "nvfp4 factor of all")
     if case == "nvfp4 factor of all":
         write_bytes(layer.global_scale, torch.zeros(1))
         write_bytes(layer.weight, torch.zeros(32 * 32, dtype=torch.uint8))
