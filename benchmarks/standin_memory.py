@@ -102,6 +102,7 @@ ANSWERS: dict[str, Any] = {
     "context_length": 2048,
     "max_completion_length": 512,
 }
+MERGE_AWARE: dict[str, Any] = {"merge_aware": True}
 CASES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "8b", "ranks": 2, **SHARD},
     "8b_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
@@ -268,8 +269,23 @@ CASES: dict[str, dict[str, Any]] = {
         "context_parallel_size": 2,
         **LONG,
     },
+    "8b_merge_aware_nf4": {"shape": "8b", "ranks": 2, **MERGE_AWARE, "base": "nf4", **SHARD},
+    "8b_merge_aware_nvfp4": {"shape": "8b", "ranks": 2, **MERGE_AWARE, "base": "nvfp4", **SHARD},
+    "8b_merge_aware_fp8": {"shape": "8b", "ranks": 2, **MERGE_AWARE, "base": "fp8", **SHARD},
     "moe": {"shape": "moe", "ranks": 2, **SHARD},
     "moe_1_card": {"shape": "moe", "batch_size": 1},
+}
+# How a base's files say that they are quantized.
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 COMMON: dict[str, Any] = {
     "precision": "bf16",
@@ -380,9 +396,10 @@ def plan_of(
     is_mixed: bool = False,
     layers: int = 0,
     new_blocks: Any = None,
+    base: str = "",
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """A case's options, plan and rows."""
+    """A case's options, plan and rows. base: the format of the base's files, one of FORMATS."""
     import numpy as np
     from transformers import AutoConfig
 
@@ -409,6 +426,8 @@ def plan_of(
         | ({"num_hidden_layers": layers} if layers else {})
         | ({"new_blocks": new_blocks} if new_blocks else {})
     )
+    if base:
+        sizes |= {"quantization_config": FORMATS[base]}
     sizes |= {"max_position_embeddings": config.longest_row}
     model_config = AutoConfig.for_model(**sizes)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
