@@ -27,6 +27,7 @@ if hasattr(AutoImageProcessor, "_backends"):
 
 # Of each structure one family is trained in continuous integration.
 ALIKE = {"qwen3_vl", "glm4v", "internvl", "llava", "gemma3"}
+NEED_TORCHVISION = {"mistral3", "kimi_k25"}
 
 
 class Family(NamedTuple):
@@ -84,6 +85,12 @@ def siglip_images() -> Any:
     return SiglipImageProcessorPil(size={"height": 28, "width": 28})
 
 
+def kimi_images() -> Any:
+    from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+
+    return Kimi_K25ImageProcessor(patch_size=14, merge_size=2, max_patches=16)
+
+
 def gemma3_images() -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -102,6 +109,7 @@ QWEN = {
     "vision_start_token": "<|vision_start|>",
 }
 SHOWN = "<|vision_start|><|image_pad|>"
+KIMI = {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"}
 GLM = {
     "image_token": "<|image|>",
     "video_token": "<|video|>",
@@ -166,11 +174,22 @@ FAMILIES = {
         text={"use_bidirectional_attention": None},
     ),
 }
+# Families of answers and of a plain loop alone.
+FURTHER = {
+    "gemma4 as 26B": Family(gemma4_images, GEMMA4, "<|image|>", "<|image|>", sees_whole=True),
+    **{
+        family: Family(qwen_images, QWEN, SHOWN, "<|image_pad|>")
+        for family in ("qwen3_vl_moe", "qwen3_5_moe")
+    },
+    "kimi_k25": Family(kimi_images, KIMI, "<|media_pad|>", "<|media_pad|>"),
+}
 
 
 def make_family(folder: Path, family: str) -> Path:
     """A tiny model with its processor, and rows of mixed lengths with and without images."""
-    row = FAMILIES[family]
+    if family in NEED_TORCHVISION:
+        pytest.importorskip("torchvision", reason="its processor needs torchvision")
+    row = (FAMILIES | FURTHER)[family]
     make_multimodal(folder, row.model or family)
     tokenizer = save_tokenizer(folder, row.tokens, row.shown)
     tokenizer.pad_token = tokenizer.eos_token
@@ -218,8 +237,6 @@ def _train_as_padded(
     family: str, folders: Callable[[str], Path], output: Path, **options: str
 ) -> list[float]:
     """Compare a run with one whose rows are padded. Returns its tokens per computed one."""
-    if family == "mistral3":
-        pytest.importorskip("torchvision", reason="its processor needs torchvision")
     folder = folders(family)
     run = {
         **OPTIONS,

@@ -93,6 +93,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swiglu_limits": [0.0, 0.1],
     },
 }
+# Families whose text is tested without the parts for images.
+FOR_IMAGES: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": FAMILIES["qwen3_5"],
+    # Experts beside a dense MLP.
+    "gemma4 as 26B": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 32,
+        "max_position_embeddings": 1024,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+    },
+    "paligemma": {},
+}
 # Of each structure one family is trained in continuous integration; gemma3 and gemma4 are in
 # test_images.py.
 ALIKE = {"qwen2_5_vl", "glm4v", "mistral3", "internvl", "exaone4_5", "kimi_k25", "step3p7"}
@@ -115,11 +132,11 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
     text: the family of its text model, if it has another one by default.
     """
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family]()
+    config = CONFIG_MAPPING[family.split()[0]]()
     if text:
         config.text_config = CONFIG_MAPPING[text]()
     for part, sizes, others in (
-        ("text_config", TEXT, FAMILIES[family]),
+        ("text_config", TEXT, FAMILIES.get(family) or FOR_IMAGES[family]),
         ("vision_config", VISION, {}),
     ):
         setattr(

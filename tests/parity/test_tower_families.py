@@ -11,7 +11,7 @@ from fsdp_qlora.config.text import TOWERS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from tests.helpers.reference import LINEARS, load_base, train_plainly
 from tests.helpers.run import all_slow_but, train_ok
-from tests.parity.test_image_rows import ALIKE, FAMILIES, make_family
+from tests.parity.test_image_rows import ALIKE, FAMILIES, FURTHER, make_family
 from tests.parity.test_images import OPTIONS, check_as_plain, encode, make_chats
 
 # Paths of the layers that `vision,projector` stands for.
@@ -20,11 +20,14 @@ _PROJECTOR = r"multi_modal_projector\.linear_\d"
 LAYERS = {
     "qwen2_5_vl": r"visual\.(blocks.*(qkv|proj)|merger\.mlp\.[02])",
     "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_vl_moe": r"visual\.(blocks|merger|deepstack).*(qkv|proj|fc\d)",
     "glm4v": r"visual\.(blocks|merger).*(qkv|proj)",
     "internvl": rf"vision_tower\.encoder.*(_proj|projection_layer|fc\d)|{_PROJECTOR}",
     "llava": rf"vision_tower.*(_proj|fc\d)|{_PROJECTOR}",
 }
-NAMES = {"glm4v": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+NAMES = {"glm4v": [*ATTENTION, "gate_up_proj", "down_proj"], "qwen3_vl_moe": ATTENTION}
 
 
 def plain(family: str, folder: Path) -> Any:
@@ -35,7 +38,7 @@ def plain(family: str, folder: Path) -> Any:
     taken = {*inspect.signature(type(base).forward).parameters}
     batches = []
     for row, images in zip(*make_chats(folder), strict=True):
-        inputs = encode(processor, tokenizer, row, images, FAMILIES[family].shown)
+        inputs = encode(processor, tokenizer, row, images, (FAMILIES | FURTHER)[family].shown)
         batches.append({name: value for name, value in inputs.items() if name in taken})
     decoder = "|".join(NAMES.get(family, LINEARS))
     layers = rf"model\.(language_model.*({decoder})|{LAYERS[family]})"
@@ -43,7 +46,9 @@ def plain(family: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("family", all_slow_but("glm4v", LAYERS, nightly=ALIKE - {"llava"}))
+@pytest.mark.parametrize(
+    "family", all_slow_but("glm4v", LAYERS, nightly=ALIKE - {"llava"} | {*FURTHER})
+)
 def test_vision_modules_train_as_in_a_plain_loop(family, ranks, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
