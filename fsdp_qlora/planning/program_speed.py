@@ -93,6 +93,7 @@ def expected_ways(config: TrainConfig, gpu: Gpu, parts: Parts) -> Ways:
         "rotary": True,
         "gate": parts.gate,
         "decoding": parts.decoding,
+        "rounding": config.merge_aware,
         # with other bits than the plain way
         "norm": not config.deterministic,
         "loss": not config.deterministic,

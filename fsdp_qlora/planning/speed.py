@@ -19,6 +19,7 @@ from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.program_speed import Program, fastest_product_seconds, this_program
+from fsdp_qlora.planning.rounding_work import RoundingWork, rounding_work
 
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
@@ -52,6 +53,8 @@ class Work(NamedTuple):
     """Bytes of activations that go to host memory, and come back."""
     meanwhile: float = 0
     """The share of the computation that is the forward pass of the blocks that move them."""
+    rounding: RoundingWork = RoundingWork()
+    """Merge-aware, the weights that are rounded with their updates."""
     last_again: tuple[float, float] = (0, 0)
     """The part of `operations` and of `decoding` in the last products of blocks that recompute."""
 
@@ -204,9 +207,10 @@ def seconds(work: Work, gpu: Gpu, program: Program) -> float:
         operations -= work.last_again[0]
         decoding -= work.last_again[1]
     operations += work.attention / program.attention
-    memory = decoding * program.decoding + work.hidden * program.passes
+    memory = decoding * program.decoding + work.hidden * program.passes + work.rounding.moved
     computing = operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    computing += work.rounding.float64_seconds(gpu)
     launching = work.products * program.product_seconds + work.blocks * program.block_seconds
     # The host launches ahead of the GPU, so the slower of them decides.
     both = max(computing, launching) + program.turns * min(computing, launching)
@@ -249,11 +253,16 @@ def tokens_per_second(
     if plan.step.on_host.attention:
         attention -= again * _kept_operations(size, share)
     exchanged = (1 + size.trains + again + references) * exchanged_bytes(size, share.tokens, ranks)
+    # A reference has no update.
+    rounding = rounding_work(
+        plan.model.meta.parts.blocks, ways, size.experts.hit(share.tokens)
+    ).times(1 + size.trains + again)
     work = work._replace(
         attention=attention,
         link=work.link + exchanged,
         moved=plan.memory.moved * share.tokens / plan.step.num_tokens,
         meanwhile=leaving / size.blocks / (3 + again + references),
+        rounding=rounding,
     )
     return micro_batch.useful / seconds(work, gpu, this_program(ways, gpu, size.kernel_share))
 

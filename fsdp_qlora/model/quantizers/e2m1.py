@@ -72,6 +72,7 @@ class E2m1Weight(RoundedWeight):
 
     selects_rows = True
     statistics: tuple[str, ...] = ("scale",)
+    rounding_bytes = 120.0
     # Of `decoding_bytes` 10.5 are for codes, which are looked up two at a time, and for scaling the
     # values; 4 of these are an index of 32 bits. The rest is for scales.
     label: str

@@ -22,6 +22,8 @@ from fsdp_qlora.model.quantizers.stored import write_bytes
 
 # Weights at a time, of 24 bytes each: of float32, and twice of float64.
 _PIECE = {"cpu": 2**18, "cuda": 2**22}
+# Read and written to round a weight that is not quantized, for the planned speed.
+PLAIN_BYTES = 50.0
 
 
 class Update(NamedTuple):
@@ -68,6 +70,8 @@ class RoundedWeight(QuantizedWeight):
     """
 
     is_rounded_again = False
+    # of GPU memory that torch's operators read and write to round a weight, for the planned speed
+    rounding_bytes = 95.0
 
     @property
     def rounded_together(self) -> int:
