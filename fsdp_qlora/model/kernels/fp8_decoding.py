@@ -84,9 +84,9 @@ def _by_torch(
 
 
 def _values(codes: torch.Tensor, code_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    if codes.device.type != "cpu":
+    if codes.device.type != "cpu" or dtype != torch.float32:
         return codes.view(code_dtype).to(dtype)
-    # A CPU converts one code after another.
+    # A CPU, which computes in float32, converts one code after another.
     return _table(code_dtype, dtype).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
