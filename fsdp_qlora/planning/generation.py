@@ -118,8 +118,9 @@ def plan_generation(
     together = _answers_with_common_images(placed, size.per_prompt * per_rank // num_answers)
     answer_bytes += -(-images // together)
     towers = _bytes_of_towers(placed) if size.image_values else 0
-    # A batch may begin and end within the answers to a prompt.
-    towers += images * (together > 1)
+    # A batch may begin and end within the answers to a prompt: k answers, n of them to each prompt,
+    # show (k - 2) / n + 2 prompts.
+    towers += 2 * images * (together > 1)
     room = _room(placed) - towers
     at_a_time = min(per_rank, max(1, room // answer_bytes))
     gathered = _bytes_kept_gathered(placed, at_a_time * answer_bytes + towers, free)

@@ -103,6 +103,11 @@ def expected_ways(config: TrainConfig, gpu: Gpu, parts: Parts) -> Ways:
     return ways._replace(attention=CUDNN) if by_cudnn else ways
 
 
+def expected_rounding(gpu: Gpu) -> str:
+    """The way in which runs on a GPU round weights with their updates."""
+    return TRITON if gpu.capability >= _FIRST_OF_TRITON else PLAIN
+
+
 def this_program(ways: Ways, gpu: Gpu, kernel_share: float = 0.7) -> Program:
     """This program with the given ways on a GPU.
 

@@ -50,23 +50,29 @@ class _Rounded(NamedTuple):
     rank: int
     experts: int = 0
 
+    def matrices(self, chosen: float) -> float:
+        """The number of matrices that a pass rounds if it chooses some experts."""
+        if not self.experts:
+            return 1
+        rounds_all = isinstance(self.base, RoundedWeight) and self.base.joins_matrices
+        return self.experts if rounds_all else min(self.experts, chosen)
+
 
 def rounding_work(
-    blocks: nn.Module, ways: Ways, chosen_experts: float, *, linears: bool = True
+    blocks: nn.Module, ways: Ways, chosen_experts: float, *, is_decoded: bool = False
 ) -> RoundingWork:
     """The work of one pass through blocks on the meta device.
 
     Args:
         chosen_experts: number of experts of a layer that a pass chooses, at most.
-        linears: whether linear layers are rounded in each pass, too.
+        is_decoded: whether quantized linear layers stay decoded from pass to pass.
     """
     moved = 0.0
     operations = 0.0
     for rounded in _all_rounded(blocks):
-        if not rounded.experts and not linears:
+        if is_decoded and not rounded.experts and isinstance(rounded.base, RoundedWeight):
             continue
-        matrices = min(rounded.experts, chosen_experts) if rounded.experts else 1
-        weights = matrices * rounded.weights
+        weights = rounded.matrices(chosen_experts) * rounded.weights
         moved += weights * _bytes_of(rounded.base, ways)
         operations += 2 * rounded.rank * weights
     return RoundingWork(moved, operations)

@@ -18,7 +18,12 @@ from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.planning.program_speed import Program, fastest_product_seconds, this_program
+from fsdp_qlora.planning.program_speed import (
+    Program,
+    expected_rounding,
+    fastest_product_seconds,
+    this_program,
+)
 from fsdp_qlora.planning.rounding_work import RoundingWork, rounding_work
 
 # Fitted to the published runs together with `Gpu.achieved`.
@@ -286,7 +291,11 @@ def seconds_per_pass(
     bytes_read = size.decoded(tokens) * moved_per_weight
     if is_decoded:
         bytes_read -= (size.linear - size.experts.weights) * (moved_per_weight - 2)
-    memory = bytes_read / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    blocks = plan.model.meta.parts.blocks
+    ways = Ways(rounding=expected_rounding(gpu))
+    rounding = rounding_work(blocks, ways, size.experts.hit(tokens), is_decoded=is_decoded)
+    memory = (bytes_read + rounding.moved) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    memory += rounding.float64_seconds(gpu)
     host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * fastest_product_seconds(gpu)
     moved = 0.0
     if plan.layout.frees_blocks and not gathered:

@@ -27,6 +27,7 @@ from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.model import kernels
 from fsdp_qlora.model.architecture import attention_kernels
 from fsdp_qlora.model.kernels.trial import OTHER_NUMBERS, PartTrials, why_wrong
+from fsdp_qlora.model.quantizers import bnb_4bit, e2m1, fp8, rounded_weight
 from fsdp_qlora.run import (
     answer_trials,
     decoding_trials,
@@ -147,7 +148,9 @@ def _key(form: KernelForm, device: torch.device) -> dict[str, Any]:
         driver = _DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     graphs = (graph_trials, graphed, block_graphs, replayed, static_memory)
     answers = (answer_trials, model_cache, token_graphs)
-    tried = (kernel_trials, decoding_trials, rounding_trials, attention_kernels, *graphs, *answers)
+    # Where torch's operators round a weight.
+    rounding = (rounding_trials, rounded_weight, bnb_4bit, e2m1, fp8)
+    tried = (kernel_trials, decoding_trials, attention_kernels, *rounding, *graphs, *answers)
     sources = [Path(str(module.__file__)) for module in tried]
     sources += sorted(Path(kernels.__path__[0]).glob("*.py"))
     return {

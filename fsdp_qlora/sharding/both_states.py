@@ -72,11 +72,14 @@ def have_both(values: Any) -> bool:
     return tree_any(lambda value: isinstance(value, BothStates), values)
 
 
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
 def _writes(func: Callable[..., Any]) -> bool:
     """Whether a function with several tensors changes the first of them."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__"
+    return in_place or name in _WRITING
 
 
 def _is_tensor(value: object) -> bool:

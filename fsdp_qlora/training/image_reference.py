@@ -56,7 +56,8 @@ def check_image_reference(forward: ForwardPass, table: TokenizedRows) -> None:
         values, on_device = forward.token_losses(batch_alone, loss, alone=True)
         alone = values[0, on_device.targets >= 0]
     reshard_all(model)
-    difference = (together - alone).norm() / alone.norm()
+    # Where a model is nearly certain of a token, rounding changes its loss by more than a share.
+    difference = (together - alone).norm() / alone.norm().clamp(min=1)
     if largest_of_ranks(difference) > LOSS_TOLERANCE[forward.precision.compute_dtype]:
         raise UserError(
             f"{name} takes values of images from the policy to the reference, which cannot run in "

@@ -139,6 +139,8 @@ def forward(
     given = bind(func, args, kwargs)
     rule = rule_of(given)
     place = place_of((), {})
+    # Without a generator it is the GPU's.
+    assert place is not None
     seed = (place.seed, place.offset)
     outputs = make(func, args, kwargs)
     q, k, v, out = (alias(x) for x in (given["query"], given["key"], given["value"], outputs[0]))

@@ -197,3 +197,12 @@ def test_absmax_are_rounded_to_the_nearest_value_of_their_table():
     error = (table[codes.int()] - exact).abs()
     nearest = (exact[:, None] - table).abs().amin(1)
     assert len(nested) == 4 and (error <= nearest + 1e-7).all()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF], ids=["of a CPU", "of a GPU"])
+def test_a_group_that_is_no_number_has_an_infinite_mxfp4_scale(bits: int):
+    plain = nn.Linear(32, 1, bias=False, device="meta")
+    layer: Any = QUANTIZERS["mxfp4"].linear(plain, compute_dtype=torch.float32)
+    largest = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    scale = layer.scale_codes(largest, None)
+    assert scale.item() >= 253

@@ -29,7 +29,7 @@ def test_a_kernel_leaves_the_operations_in_float64(quantizer: str, moved: int):
     assert by_torch.moved == moved * weights
     assert by_kernel.moved == 2 * weights
     assert by_torch.operations == by_kernel.operations == 2 * 16 * weights
-    assert rounding_work(layer, Ways(), 0, linears=False).moved == 0
+    assert rounding_work(layer, Ways(), 0, is_decoded=True).moved == 0
     # Of an H100 34 TFLOP/s, of an RTX 4090 1.3.
     assert by_kernel.float64_seconds(GPUS["H100 SXM"]) == pytest.approx(
         by_kernel.operations / 34e12, rel=0.05

@@ -42,7 +42,9 @@ def with_placeholders(
 
 def _tokenized(text: str, tokenizer: Any) -> _Written:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    added = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+    # A tokenizer makes this mapping anew each time.
+    added_tokens = tokenizer.added_tokens_decoder
+    added = [place for place, token in enumerate(ids) if token in added_tokens]
     if not added:
         return _Written("", ids, "")
     first = added[0]

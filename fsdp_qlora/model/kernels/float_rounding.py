@@ -139,7 +139,7 @@ def _scale_code(largest, factor, DIVIDES: tl.constexpr, MULTIPLIES: tl.constexpr
         # A group without a magnitude has the scale 0.125.
         return tl.where(code == 0, 32, code)
     # From 1.75 on a magnitude is taken for 2; 6 is 1.5 * 2**2.
-    return tl.maximum(((largest + (1 << 21)) >> 23) - 2, 0)
+    return tl.maximum((((largest >> 21) + 1) >> 2) - 2, 0)
 
 
 @jit

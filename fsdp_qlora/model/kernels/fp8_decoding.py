@@ -87,7 +87,16 @@ def _values(codes: torch.Tensor, code_dtype: torch.dtype, dtype: torch.dtype) ->
     if codes.device.type != "cpu" or dtype != torch.float32:
         return codes.view(code_dtype).to(dtype)
     # A CPU, which computes in float32, converts one code after another.
-    return _table(code_dtype, dtype).index_select(0, codes.flatten().int()).view(codes.shape)
+    table = _table(code_dtype, dtype)
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    step = max(1, _LOOKED_UP // codes.shape[1])
+    for piece, part in zip(codes.split(step), values.split(step), strict=True):
+        torch.index_select(table, 0, piece.flatten().int(), out=part.view(-1))
+    return values
+
+
+# Codes at a time: an index into the table takes four bytes.
+_LOOKED_UP = 2**18
 
 
 @functools.cache

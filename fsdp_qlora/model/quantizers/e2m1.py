@@ -39,9 +39,6 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 _LARGEST = VALUES[-1]  # magnitude of a code
 _SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (see QuantizedWeight)
 # MXFP4's scales
-# A quarter of the mantissa's range, which carries over into the exponent:
-# from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
-_ROUND_UP = 1 << MANTISSA - 2
 _LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
 _NOT_A_NUMBER = 255  # OCP Microscaling Formats 1.0, E8M0
 _MOST_EXPONENT = 127 + 125  # 6 * 2**125 is the largest weight that a float32 holds
@@ -95,8 +92,17 @@ class E2m1Weight(RoundedWeight):
         """
         return GroupScales(codes)
 
-    def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-        """The bytes of the scales for groups with these largest magnitudes, float32 [groups]."""
+    def scale_codes(
+        self,
+        largest: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        *,
+        is_exact: bool = False,
+    ) -> torch.Tensor:
+        """The bytes of the scales for groups with these largest magnitudes, float32 [groups].
+
+        is_exact: whether every device must have the same bytes.
+        """
         raise NotImplementedError
 
     def decode_tensors(
@@ -143,7 +149,7 @@ class E2m1Weight(RoundedWeight):
         done = 0
         for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
             largest = piece.abs().amax(1).float()
-            scale = self.scale_codes(largest, global_scale)
+            scale = self.scale_codes(largest, global_scale, is_exact=least is not None)
             if least is not None:
                 stored = least[done : done + len(piece)]
                 # Bytes of scales without a sign are in the order of what they stand for.
@@ -218,10 +224,18 @@ class Mxfp4Weight(E2m1Weight):
             return NOT_FINITE
         return TOO_LARGE if (values > _MOST_EXPONENT).any() else ""
 
-    def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-        # The exponent after `_ROUND_UP`, from the float32's bits and so exact. A magnitude has the
-        # sign bit 0, so that the shift leaves nothing else.
-        exponent = largest.view(torch.int32) + _ROUND_UP >> MANTISSA
+    def scale_codes(
+        self,
+        largest: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        *,
+        is_exact: bool = False,
+    ) -> torch.Tensor:
+        # The exponent, from the float32's bits and so exact. A magnitude has the sign bit 0, so the
+        # shift leaves nothing else. A quarter of the mantissa's range is added, which carries over:
+        # from 1.75 on a magnitude is taken for 2, as by compressed-tensors. It is added after a
+        # shift, since a GPU's NaN has all bits.
+        exponent = (largest.view(torch.int32) >> MANTISSA - 2) + 1 >> 2
         return (exponent - _LARGEST_EXPONENT).clamp(min=0).to(torch.uint8)
 
 
@@ -288,10 +302,17 @@ class Nvfp4Weight(E2m1Weight):
         groups_of_part = math.prod(self.shape) // self.group_size // len(by_part)
         return GroupScales(codes, by_part, first, groups_of_part, self.multiplies)
 
-    def scale_codes(self, largest: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    def scale_codes(
+        self,
+        largest: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        *,
+        is_exact: bool = False,
+    ) -> torch.Tensor:
         assert global_scale is not None
-        # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds twice.
-        scales = largest / torch.full_like(largest, _LARGEST)
+        # CUDA divides by a tensor. For a number it multiplies by the reciprocal, and rounds twice:
+        # caches hold bytes of that.
+        scales = largest / (torch.full_like(largest, _LARGEST) if is_exact else _LARGEST)
         whole_scale = global_scale.view(())
         if self.multiplies:
             # A factor of zero makes a weight of zeros, whatever the scales are.

@@ -55,8 +55,10 @@ class ServerAnswers:
             # The log-probability of the drawn token, and of no other one.
             "logprobs": 0,
         }
-        if self.options.never:
-            settings["logit_bias"] = {str(token): _NEVER for token in self.options.never}
+        # A config may name tokens of other media that the vocabulary lacks, which servers refuse.
+        known = [token for token in self.options.never if 0 <= token < self.vocab_size]
+        if known:
+            settings["logit_bias"] = {str(token): _NEVER for token in known}
         return request_for(name, prompt, settings)
 
     def ask(self, request: Request, load: Callable[[], object] | None) -> Completion:
