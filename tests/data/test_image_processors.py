@@ -1,6 +1,5 @@
 """What a model's processor of images may give."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.utils.errors import UserError
-from tests.parity.test_image_rows import make_family, siglip_images
-from tests.parity.test_images import save_tokenizer
-from tests.parity.test_multimodal import make_multimodal
+from tests.parity.test_image_rows import make_family
 
 pytestmark = pytest.mark.quick
 
@@ -34,11 +31,17 @@ def test_pixels_in_bfloat16_are_given_to_the_model_in_float32(tmp_path: Path, mo
     assert found["image_grid_thw"].equal(example["image_grid_thw"])
 
 
-def test_a_processor_that_describes_tokens_in_a_way_of_its_own_is_refused(tmp_path: Path):
-    make_multimodal(tmp_path, "paligemma")
-    save_tokenizer(tmp_path, {"image_token": "<image>"}, "<image>")
-    siglip_images().save_pretrained(tmp_path)
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_seq_length": 4}))
-    with pytest.raises(UserError, match="every token of a row with images by"):
-        _ = ImageProcessor(tmp_path, "paligemma").example
+def test_a_processor_that_describes_tokens_in_a_way_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch
+):
+    processor = ImageProcessor(make_family(tmp_path, "qwen2_5_vl"), "qwen2_5_vl")
+    of_processor = processor._call
+
+    def with_more(*args):
+        outputs = of_processor(*args)
+        return outputs | {"order": outputs["input_ids"].argsort()}
+
+    # As mllama's does.
+    monkeypatch.setattr(processor, "_call", with_more)
+    with pytest.raises(UserError, match="every token of a row with images by order"):
+        _ = processor.example

@@ -84,6 +84,7 @@ class _HandMade:
         outputs: Sequence[Mapping[str, torch.Tensor]],
         input_ids: torch.Tensor,
         taken: Mapping[str, Any],
+        is_prompt: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         inputs = {name: torch.cat([each[name] for each in outputs]) for name in outputs[0]}
         if "mm_token_type_ids" in taken:

@@ -55,7 +55,8 @@ class ImageInputs:
             for output, is_computed in zip(outputs, self._computed(batch, outputs), strict=True)
             if output and is_computed
         ]
-        images = self.processor.model_inputs(computed, batch.input_ids, self.taken)
+        is_prompt = _before_answers(batch, outputs)
+        images = self.processor.model_inputs(computed, batch.input_ids, self.taken, is_prompt)
         documents = batch.documents
         if documents and self.positions_of:
             positions = self._positions(batch, outputs)
@@ -103,3 +104,19 @@ class ImageInputs:
                 num_axes = len(parts[index])
         positions = torch.cat([part.expand(num_axes, -1, -1) for part in parts], dim=2)
         return positions[..., described.get("own_tokens", slice(None))]
+
+
+def _before_answers(batch: MicroBatch, outputs: Sequence[Outputs | None]) -> torch.Tensor | None:
+    """Whether a token of padded rows with images is before the first learned one, bool [B, T].
+
+    None where rows are concatenated. outputs: of the processor for each row, None without images.
+    """
+    if batch.documents:
+        return None
+    num_rows, length = batch.input_ids.shape
+    # The last token before those that are learned predicts the first of them.
+    last = torch.full((num_rows,), length)
+    last.scatter_reduce_(0, batch.target_rows // length, batch.target_rows % length, "amin")
+    # A row without images is causal in micro-batches of text, and so in all others.
+    last[[index for index, output in enumerate(outputs) if output is None]] = -1
+    return torch.arange(length) <= last[:, None]

@@ -27,7 +27,14 @@ from fsdp_qlora.utils.text import first_line
 _FILES = ("processor_config.json", "preprocessor_config.json")
 NO_FILES = f"has neither {_FILES[0]} nor {_FILES[1]}"
 """Why the folder of a model for images has no processor, as the end of a sentence."""
+NO_ANSWERS = (
+    "the tokens of a prompt with images see later ones of it in this model, and answers to such "
+    "prompts cannot be sampled here"
+)
+"""Why there are no answers to prompts with images, as the end of a sentence."""
 _TOKENS = ("input_ids", "attention_mask")
+_TYPES = "token_type_ids"
+_LABELS = "labels"
 _TRIED = (224, 224)  # pixels of an image that tells what the processor gives
 _USUAL = (1024, 1024)
 
@@ -96,8 +103,11 @@ class ImageProcessor:
         # Processors do not say which outputs they have, so one is tried.
         outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
         outputs.pop("text_replacement_offsets")
-        shape = outputs["input_ids"].shape
-        kinds = self.kinds_of(outputs["input_ids"])
+        types = self.kinds_of(outputs["input_ids"])
+        if self.tells_answers:
+            outputs.pop(_LABELS, None)  # rows have their own
+            types = torch.zeros_like(types)  # a prompt alone
+        shape = types.shape
         of_tokens = [
             name
             for name, value in outputs.items()
@@ -105,13 +115,32 @@ class ImageProcessor:
         ]
         # `model_inputs` makes these for the rows of a micro-batch, which the processor never sees
         # as a whole: it can make only the one that it knows.
-        unknown = [name for name in of_tokens if not torch.equal(outputs[name], kinds)]
+        unknown = [name for name in of_tokens if not torch.equal(outputs[name], types)]
         if unknown:
             raise UserError(
                 f"model_name {self.name}: its processor describes every token of a row with images "
                 f"by {unknown[0]}, which is not known here; rows of text can be trained."
             )
         return of_tokens, [name for name in outputs if name not in (*of_tokens, *_TOKENS)]
+
+    @cached_property
+    def tells_answers(self) -> bool:
+        """Whether types of tokens are 0 in a prompt and 1 in its answer, and not of images.
+
+        Tokens of such a prompt see each other in both directions.
+        """
+        from PIL import Image as Pillow
+
+        # Such a processor takes the answer by this name.
+        if "suffix" not in inspect.signature(self._processor.__call__).parameters:
+            return False
+        images = [Pillow.new("RGB", _TRIED)]
+        outputs = self._call(self._processor.image_token, images, suffix=["."])
+        if _TYPES not in outputs:
+            return False
+        [types] = outputs[_TYPES].tolist()
+        of_images = outputs[_TYPES][self.kinds_of(outputs["input_ids"]) == 1]
+        return types == sorted(types) and {*types} == {0, 1} and not bool(of_images.any())
 
     @cached_property
     def example(self) -> dict[str, torch.Tensor]:
@@ -124,10 +153,10 @@ class ImageProcessor:
         """1 for tokens that stand for images and 0 for others, int64 [B, T]."""
         return torch.tensor(self._processor.create_mm_token_type_ids(input_ids.tolist()))
 
-    def _call(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
+    def _call(self, text: str, images: Sequence[Any], **options: Any) -> dict[str, Any]:
         """The processor's outputs for one text."""
+        options |= {"return_text_replacement_offsets": True, "return_tensors": "pt"}
         with self._lock:
-            options = {"return_text_replacement_offsets": True, "return_tensors": "pt"}
             return dict(self._processor(text=[text], images=[[*images]], **options))
 
     def expand(
@@ -161,8 +190,10 @@ class ImageProcessor:
     def tokens_for(self, images: Sequence[Any]) -> tuple[list[list[int]], int]:
         """The tokens that stand for each image, and how many numbers the processor makes of all.
 
-        Raises BadRow: the processor refuses an image.
+        Raises BadRow: the processor refuses an image, or the model's prompts are not causal.
         """
+        if self.tells_answers:
+            raise BadRow(NO_ANSWERS)
         places = [Segment(self._processor.image_token, learned=False)] * len(images)
         segments, _, num_values, _ = self.expand(places, images)
         # What is written for an image is between two empty texts.
@@ -215,6 +246,7 @@ class ImageProcessor:
         outputs: Sequence[Mapping[str, torch.Tensor]],
         input_ids: torch.Tensor,
         taken: Mapping[str, inspect.Parameter],
+        is_prompt: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """The arguments of a model for the images of rows.
 
@@ -224,14 +256,21 @@ class ImageProcessor:
             outputs: from `outputs_of`, for each row that has images.
             input_ids: of all rows, int64 [B, T].
             taken: the parameters of the model's forward pass, which gets no other arguments.
+            is_prompt: whether a token sees its row's other such tokens in both directions, bool
+                [B, T]; read if the processor tells prompts from answers.
         """
         of_tokens, of_images = self._names
+        types = self.kinds_of(input_ids)
+        if self.tells_answers:
+            if is_prompt is None:
+                raise ValueError("this model must be told which tokens are of the prompt")
+            types = (~is_prompt).long()
         inputs = {
             name: _concatenate([output[name] for output in outputs])
             for name in of_images
             if name in taken
         }
-        return inputs | {name: self.kinds_of(input_ids) for name in of_tokens if name in taken}
+        return inputs | {name: types for name in of_tokens if name in taken}
 
 
 def _written(outputs: Mapping[str, Any]) -> list[str]:

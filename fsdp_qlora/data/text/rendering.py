@@ -29,7 +29,7 @@ from fsdp_qlora.data.content import (
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.image_processor import NO_ANSWERS, ImageProcessor
 from fsdp_qlora.data.text.image_store import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 from fsdp_qlora.data.text.turn_parts import (
@@ -37,6 +37,7 @@ from fsdp_qlora.data.text.turn_parts import (
     has_reasoning,
     leading_block,
 )
+from fsdp_qlora.utils.errors import UserError
 
 # kinds of records
 TEMPLATE = "template"
@@ -116,6 +117,9 @@ class Renderer:
             )
             segments = [Segment(text, learned=False)]
             if content.images:
+                assert self._image_processor is not None
+                if self._image_processor.tells_answers:
+                    raise UserError(f"Prompts have images: {NO_ANSWERS}.")
                 [rendered] = self._shown([segments], content)
                 return rendered
             content = Rendered(segments, "chat")
