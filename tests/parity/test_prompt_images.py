@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
@@ -16,10 +17,11 @@ from transformers import (
     PaliGemmaProcessor,
 )
 
+from fsdp_qlora.__main__ import main
 from tests.helpers.metrics import read_metrics
 from tests.helpers.reference import LINEARS, answer_logps, load_base, train_on_loss
 from tests.helpers.rows import write_rows
-from tests.helpers.run import train_ok
+from tests.helpers.run import flags, train_ok
 from tests.parity.test_image_rows import siglip_images
 from tests.parity.test_images import LORA, OPTIONS, check_as_plain, picture, png, save_tokenizer
 from tests.parity.test_multimodal import make_multimodal
@@ -51,10 +53,21 @@ ROWS = [
     ([5], ["list water", "name"]),
     ([0], ["please again", "green"]),
 ]
+PAIRS = [(shown, said[:2]) for shown, said in ROWS]
+WORSE = "red seven list"
+DATASETS = {"rows.jsonl": ROWS, "instructions.jsonl": PAIRS}
 
 
 def images() -> list[Any]:
     return [picture(40 + 9 * n, 60 - 5 * n, seed=n) for n in range(6)]
+
+
+def turns(*said: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+
+
+def columns_of(shown: list[int]) -> dict[str, Any]:
+    return {"images": [f"{number}.png" for number in shown]} if shown else {}
 
 
 @pytest.fixture(scope="module")
@@ -79,63 +92,93 @@ def make_folder(folder: Path, text: str) -> Path:
     (folder / "prompt.jinja").write_text(TEMPLATE)
     for number, image in enumerate(images()):
         (folder / f"{number}.png").write_bytes(png(image))
-    rows: list[dict[str, Any]] = []
-    for shown, said in ROWS:
-        files: dict[str, Any] = {"images": [f"{number}.png" for number in shown]}
-        messages = [
-            {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)
-        ]
-        rows.append({"messages": messages} | (files if shown else {}))
+    rows = [columns_of(shown) | {"messages": turns(*said)} for shown, said in ROWS]
     write_rows(folder / "rows.jsonl", rows)
+    rows = [
+        columns_of(shown)
+        | {"prompt": turns(said[0]), "chosen": turns(*said)[1:], "rejected": turns("", WORSE)[1:]}
+        for shown, said in PAIRS
+    ]
+    write_rows(folder / "pairs.jsonl", rows)
+    rows = [
+        columns_of(shown) | {"instruction": said[0], "output": said[1]} for shown, said in PAIRS
+    ]
+    write_rows(folder / "instructions.jsonl", rows)
     return folder
 
 
-def encode(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The processor's inputs and labels of each row; of text those of the tokenizer alone."""
-    processor = PaliGemmaProcessor(
-        AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    )
-    pictures = images()
-    encoded = []
-    for shown, (question, answer, *more) in ROWS:
-        if not shown:
-            prompt, ids = (
-                processor.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-                for text in (f"<s>{question}\n", f"<s>{question}\n{answer}</s>")
-            )
-            labels = ids["input_ids"].clone()
-            labels[:, : prompt["input_ids"].shape[1]] = -100
-            encoded.append({"input_ids": ids["input_ids"], "labels": labels})
-            continue
+class Encoder:
+    """transformers' processor and tokenizer, as a row's inputs and labels."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._processor = PaliGemmaProcessor(
+            AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        )
+        self._images = images()
+
+    def row(self, shown: list[int], said: list[str]) -> dict[str, torch.Tensor]:
+        return self._with_images(shown, said) if shown else self._text(*said)
+
+    def _with_images(self, shown: list[int], said: list[str]) -> dict[str, torch.Tensor]:
+        question, answer, *more = said
         # What follows the first answer is causal, and a second question is not learned.
-        between = f"</s>{more[0]}\n" if more else ""
+        suffix = f"{answer}</s>{more[0]}\n{more[1]}" if more else answer
         inputs = dict(
-            processor(
+            self._processor(
                 text=["<image>" * len(shown) + question],
-                images=[[pictures[number] for number in shown]],
-                suffix=[answer + between + "".join(more[1:])],
+                images=[[self._images[number] for number in shown]],
+                suffix=[suffix],
                 return_tensors="pt",
             )
         )
         if more:
-            known, unlearned = (
-                len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-                for text in (f"{answer}</s>", f"{more[0]}\n")
-            )
-            start = int((inputs["token_type_ids"] == 0).sum()) + known
-            inputs["labels"][:, start : start + unlearned] = -100
-        encoded.append(inputs)
-    return encoded
+            start = int((inputs["token_type_ids"] == 0).sum()) + len(self._ids(f"{answer}</s>"))
+            inputs["labels"][:, start : start + len(self._ids(f"{more[0]}\n"))] = -100
+        return inputs
+
+    def _text(self, question: str, answer: str) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([self._ids(f"<s>{question}\n{answer}</s>")])
+        labels = ids.clone()
+        labels[:, : len(self._ids(f"<s>{question}\n"))] = -100
+        return {"input_ids": ids, "labels": labels}
+
+    def _ids(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
 
 
 @functools.cache
-def plain(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def plain(folder: Path, dataset: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """A plain loop of PEFT."""
-    batches = encode(folder)
+    encoder = Encoder(folder)
+    batches = [encoder.row(*row) for row in DATASETS[dataset]]
     count = sum(int((batch["labels"][0, 1:] != -100).sum()) for batch in batches)
 
     def loss_of(model: torch.nn.Module) -> torch.Tensor:
         return -torch.stack([answer_logps(model, batch).sum() for batch in batches]).sum() / count
+
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    return train_on_loss(base, loss_of, LORA, steps=STEPS)
+
+
+@functools.cache
+def plain_dpo(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same on the loss of Rafailov et al. 2023, eq. 7."""
+    encoder = Encoder(folder)
+    sides = [
+        [encoder.row(shown, [question, each]) for each in (answer, WORSE)]
+        for shown, (question, answer) in PAIRS
+    ]
+
+    def ratio(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            reference = answer_logps(model, batch).sum()
+        return answer_logps(model, batch).sum() - reference
+
+    def loss_of(model: torch.nn.Module) -> torch.Tensor:
+        margins = [ratio(model, chosen) - ratio(model, rejected) for chosen, rejected in sides]
+        return -F.logsigmoid(0.1 * torch.stack(margins)).mean()
 
     base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
     return train_on_loss(base, loss_of, LORA, steps=STEPS)
@@ -152,22 +195,54 @@ def run(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks"),
+    ("text", "ranks", "dataset"),
     [
-        ("gemma", 1),
+        ("gemma", 1, "rows.jsonl"),
         # Text alone is padding-free, and one of two layers sees a window.
-        pytest.param("gemma2", 2, marks=pytest.mark.slow),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("gemma", 2), ("gemma2", 1))),
+        pytest.param("gemma2", 2, "instructions.jsonl", marks=pytest.mark.slow),
+        pytest.param("gemma", 2, "instructions.jsonl", marks=pytest.mark.nightly),
+        pytest.param("gemma2", 1, "rows.jsonl", marks=pytest.mark.nightly),
     ],
 )
-def test_prompts_seen_in_both_directions_train_as_with_peft(text, ranks, folders, tmp_path):
+def test_prompts_seen_in_both_directions_train_as_with_peft(
+    text, ranks, dataset, folders, tmp_path
+):
     folder = folders(text)
+    options = run(folder) | {"dataset": folder / dataset}
     sizes = {"batch_size": 2, "gradient_accumulation_steps": 4 // ranks}
-    output = train_ok(ranks, tmp_path / "out", **run(folder), **sizes)
-    check_as_plain(tmp_path / "out", plain(folder))
+    output = train_ok(ranks, tmp_path / "out", **options, **sizes)
+    check_as_plain(tmp_path / "out", plain(folder, dataset))
     assert "Rows are padded with this model" in output
-    bits = run(folder) | {"precision": "bf16"}
-    train_ok(ranks, tmp_path / "bf16", **bits, **sizes)
+    train_ok(ranks, tmp_path / "bf16", **options | {"precision": "bf16"}, **sizes)
     losses = [read_metrics(tmp_path / name) for name in ("out", "bf16")]
     # bf16 has 8 bits
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]
+
+
+@pytest.mark.slow
+def test_pairs_with_prompts_seen_in_both_directions_train_as_with_peft(folders, tmp_path):
+    folder = folders("gemma")
+    options = run(folder) | {"objective": "dpo", "dataset": folder / "pairs.jsonl"}
+    train_ok(2, tmp_path / "out", **options, batch_size=2, gradient_accumulation_steps=2)
+    check_as_plain(tmp_path / "out", plain_dpo(folder))
+
+
+@pytest.mark.parametrize("command", ["generate", "train"])
+def test_answers_to_such_prompts_are_refused_before_weights_are_read(
+    command, folders, tmp_path, capsys
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in folders("gemma").iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).symlink_to(path)
+    prompts = write_rows(folder / "prompts.jsonl", [columns_of([0]) | {"prompt": "name it"}])
+    (folder / "reward.py").write_text("def one(completions, **_): return [1.0] * len(completions)")
+    options = {"model_name": folder, "prompt_template": folder / "prompt.jinja"}
+    if command == "generate":
+        options |= {"prompts": prompts, "out": tmp_path / "out.jsonl"}
+    else:
+        options |= {"dataset": prompts, "output_dir": tmp_path / "out", "objective": "grpo"}
+        options |= {"rewards": f"{folder / 'reward.py'}:one"}
+    assert main([command, *flags(**options), "--nproc_per_node", "1"]) != 0
+    assert "answers to such prompts cannot be sampled here" in capsys.readouterr().err
