@@ -4,6 +4,7 @@ transformers' processor and model with PEFT's adapter.
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,8 @@ if hasattr(AutoImageProcessor, "_backends"):
         "images need torchvision with this release of transformers", allow_module_level=True
     )
 STEPS = 4
-# As in docs/models.md.
-TEMPLATE = """\
-{%- for message in messages -%}
-  {%- set parts = message.content -%}
-  {%- if parts is string -%}{%- set parts = [{'type': 'text', 'text': parts}] -%}{%- endif -%}
-  {%- for part in parts if part.type == 'image' -%}<image>{%- endfor -%}
-  {%- if loop.first -%}{{ bos_token }}{%- endif -%}
-  {%- for part in parts if part.type == 'text' -%}{{ part.text }}{%- endfor -%}
-  {{- eos_token if message.role == 'assistant' else '\\n' -}}
-{%- endfor -%}
-"""
+DOCS = Path(__file__).parents[2] / "docs/models.md"
+[TEMPLATE] = re.findall(r"```jinja\n(.*?)```", DOCS.read_text(), re.DOTALL)
 # Images of a row, and what is said in turn.
 ROWS = [
     ([0], ["name it", "red river"]),
