@@ -136,7 +136,7 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
     if text:
         config.text_config = CONFIG_MAPPING[text]()
     for part, sizes, others in (
-        ("text_config", TEXT, FAMILIES.get(family) or FOR_IMAGES[family]),
+        ("text_config", TEXT, (FAMILIES | FOR_IMAGES)[family]),
         ("vision_config", VISION, {}),
     ):
         setattr(
