@@ -26,12 +26,15 @@ from tests.helpers.run import flags, train_ok
 from tests.parity.test_image_rows import siglip_images
 from tests.parity.test_images import LORA, OPTIONS, check_as_plain, picture, png, save_tokenizer
 from tests.parity.test_multimodal import make_multimodal
+from tests.parity.test_tower_adapters import fill_zeros
 
 if hasattr(AutoImageProcessor, "_backends"):
     pytest.skip(
         "images need torchvision with this release of transformers", allow_module_level=True
     )
 STEPS = 4
+TOWER = "model.vision_tower.*(q_proj|k_proj|v_proj|out_proj|fc1|fc2)"
+PROJECTOR = "model.multi_modal_projector.linear"
 DOCS = Path(__file__).parents[2] / "docs/models.md"
 [TEMPLATE] = re.findall(r"```jinja\n(.*?)```", DOCS.read_text(), re.DOTALL)
 # Images of a row, and what is said in turn.
@@ -74,6 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def make_folder(folder: Path, text: str) -> Path:
     """A tiny model with its processor, a chat template, and rows. text: the family of its text."""
     make_multimodal(folder, "paligemma", text)
+    fill_zeros(folder)
     save_tokenizer(folder, {"image_token": "<image>"}, "<image>")
     siglip_images().save_pretrained(folder)
     # Its configuration puts its own projection_dim in place of the vision tower's.
@@ -141,7 +145,9 @@ class Encoder:
 
 
 @functools.cache
-def plain(folder: Path, dataset: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def plain(
+    folder: Path, dataset: str, lora: str = LORA
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """A plain loop of PEFT."""
     encoder = Encoder(folder)
     batches = [encoder.row(*row) for row in DATASETS[dataset]]
@@ -151,7 +157,7 @@ def plain(folder: Path, dataset: str) -> tuple[list[float], list[float], dict[st
         return -torch.stack([answer_logps(model, batch).sum() for batch in batches]).sum() / count
 
     base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
-    return train_on_loss(base, loss_of, LORA, steps=STEPS)
+    return train_on_loss(base, loss_of, lora, steps=STEPS)
 
 
 @functools.cache
@@ -209,6 +215,15 @@ def test_prompts_seen_in_both_directions_train_as_with_peft(
     losses = [read_metrics(tmp_path / name) for name in ("out", "bf16")]
     # bf16 has 8 bits
     assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]
+
+
+@pytest.mark.slow
+def test_adapters_for_images_of_such_prompts_train_as_with_peft(folders, tmp_path):
+    folder = folders("gemma")
+    options = run(folder) | {"lora_target_modules": "all,vision,projector"}
+    train_ok(2, tmp_path / "out", **options, batch_size=2, gradient_accumulation_steps=2)
+    expected = plain(folder, "rows.jsonl", f"{LORA}|{TOWER}|{PROJECTOR}")
+    check_as_plain(tmp_path / "out", expected)
 
 
 @pytest.mark.slow
