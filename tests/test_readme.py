@@ -61,6 +61,8 @@ OTHER_FLAGS = {
     *(
         "enable-lora",
         "enable-tower-connector-lora",
+        "enable-scale-out",
+        "limit-mm-per-prompt",
         "max-logprobs",
         "max-lora-rank",
         "max-loras",
